@@ -1,7 +1,5 @@
 from trainer_lib.callbacks.accumulation import AccumulationSchedule as AccumulationSchedule
 from trainer_lib.callbacks.checkpoint import Checkpoint as Checkpoint
-from trainer_lib.callbacks.clipping import AdaptiveClipping as AdaptiveClipping
-from trainer_lib.callbacks.clipping import ClipValue as ClipValue
 from trainer_lib.callbacks.console import Printer as Printer
 from trainer_lib.callbacks.csv_log import CsvLog as CsvLog
 from trainer_lib.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -33,7 +31,7 @@ from trainer_lib.callbacks.notifications import Slack as Slack
 from trainer_lib.callbacks.notifications import Webhook as Webhook
 from trainer_lib.callbacks.predictions import Predictions as Predictions
 from trainer_lib.callbacks.profile import Profile as Profile
-from trainer_lib.callbacks.progress import ProgressBar as ProgressBar
+from trainer_lib.callbacks.progress_bar import ProgressBar as ProgressBar
 from trainer_lib.callbacks.sam import SAM as SAM
 from trainer_lib.callbacks.sample_losses import SampleLosses as SampleLosses
 from trainer_lib.callbacks.sample_losses import top_losses as top_losses
@@ -54,5 +52,7 @@ from trainer_lib.callbacks.trackers import TensorBoardCallback as TensorBoardCal
 from trainer_lib.callbacks.trackers import TrackerCallback as TrackerCallback
 from trainer_lib.callbacks.trackers import TrackioCallback as TrackioCallback
 from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
+from trainer_lib.callbacks.value_and_adaptive_clipping import AdaptiveClipping as AdaptiveClipping
+from trainer_lib.callbacks.value_and_adaptive_clipping import ClipValue as ClipValue
 
 __all__: list[str]

@@ -16,6 +16,6 @@ def generator_of_batch(run: Run, name: str) -> np.random.Generator:
         name: The name of the caller, so that each caller draws different numbers.
     """
     seed = getattr(run.args, "seed", None)
-    rank = 0 if run.accelerator is None else run.accelerator.process_index
+    rank = 0 if run.accelerator is None else run.accelerator.data_group.rank
     base = torch.initial_seed() if seed is None else seed
     return np.random.default_rng([base, rank, run.state.micro_batches, zlib.crc32(name.encode())])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer_lib.checkpointing.save.retention import delete_older, steps_at_intervals
+from trainer_lib.checkpointing.save.retention import delete_older, steps_to_keep
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.filesystem.remote_paths import path_at
@@ -120,27 +120,12 @@ class Checkpoint(Callback):
             run.control.save_reasons.add("best")
 
     def _steps_kept(self, run: Run) -> set[int]:
-        finite = _finite(run)
-        steps = sorted(entry["step"] for entry in finite)
-        if self.keep_last is None:
-            return {entry["step"] for entry in run.state.checkpoints}
-        kept = set(steps[-self.keep_last :])
-        nonfinite = {entry["step"] for entry in run.state.checkpoints} - set(steps)
-        kept |= {max(nonfinite)} if nonfinite else set()  # for debugging, in addition to `keep_last`
-        if run.state.best is not None:
-            kept.add(run.state.best.step)
-        if self.keep_every is not None:
-            kept |= steps_at_intervals(finite, self.keep_every)
-        return kept | set(self._best_steps(run)[: max(self.keep_best, 1)])
-
-    def _best_steps(self, run: Run) -> list[int]:
-        """Return the steps of evaluated checkpoints, best first; among equal ones the older comes first."""
+        best = set() if run.state.best is None else {run.state.best.step}
         metric = self._metric(run)
-        if metric is None:
-            return []
-        values = {entry["step"]: float(entry["metrics"].get(metric, math.nan)) for entry in _finite(run)}
-        sign = self._sign(run)
-        return sorted((s for s, value in values.items() if math.isfinite(value)), key=lambda s: (-sign * values[s], s))
+        is_greater_better = metric is not None and self._sign(run) > 0
+        return best | steps_to_keep(
+            run.state.checkpoints, self.keep_last, self.keep_best, self.keep_every, metric, is_greater_better
+        )
 
     def _metric(self, run: Run) -> str | None:
         if self.metric is not None:
@@ -152,11 +137,6 @@ class Checkpoint(Callback):
         if is_greater_better is None and self.metric is None:
             is_greater_better = getattr(run.args, "greater_is_better", None)
         return 1 if greater_is_better_for(self._metric(run) or "", is_greater_better) else -1
-
-
-def _finite(run: Run) -> list[dict[str, Any]]:
-    """Return the checkpoints whose weights are finite."""
-    return [entry for entry in run.state.checkpoints if not entry.get("nonfinite")]
 
 
 def _check_number(name: str, value: Any, least: int, may_be_none: bool = False) -> None:

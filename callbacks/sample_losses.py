@@ -113,11 +113,11 @@ class SampleLosses(Callback):
 
     def _report(self, run: Run) -> None:
         largest = self.top(self._top)
-        rank = 0 if run.accelerator is None else run.accelerator.process_index
+        rank = 0 if run.accelerator is None else run.accelerator.data_group.rank
         report = {"indices": [sample for sample, _ in largest], "losses": [round(loss, 6) for _, loss in largest]}
         if largest:
             run.record_event("top_losses", **report)
-        if run.folder is not None:
+        if run.folder is not None and (run.accelerator is None or run.accelerator.reads_first):
             folder = run.folder / _FOLDER
             folder.mkdir(exist_ok=True)
             text = json.dumps({"step": run.state.step, **report}, default=str)

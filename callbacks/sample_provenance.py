@@ -50,7 +50,9 @@ class Provenance(Callback):
             raise ConfigurationError("Provenance has no folder to write to. Give output_dir, or Provenance(folder=…).")
         world_size, rank = 1, 0
         if run.accelerator is not None:
-            world_size, rank = run.accelerator.num_processes, run.accelerator.process_index
+            world_size, rank = run.accelerator.data_group.size, run.accelerator.data_group.rank
+            if not run.accelerator.reads_first:
+                return  # another rank reads the same samples, and writes them
         (folder / _FOLDER).mkdir(parents=True, exist_ok=True)
         self._file = folder / _FOLDER / f"process-{rank}.jsonl"
         self._batches, self._lines = [], []
@@ -114,7 +116,7 @@ class Provenance(Callback):
         if self._lines and self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in self._lines))
-            self._lines = []
+        self._lines = []
 
     def _cut(self, step: int) -> None:
         self._lines = []

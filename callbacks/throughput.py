@@ -32,7 +32,7 @@ class Throughput(Callback):
     def __init__(self, tokens: Callable[[Any], float | Tensor] | None = None, per_device: bool = False) -> None:
         self._tokens_of, self._per_device = tokens, per_device
         self._tokens: float | Tensor = 0
-        self._ranks = 1
+        self._devices = self._ranks = 1
         self._loader: Any = None  # the training loader
         self._waited: float | None = None  # for batches; None for a foreign loader
         self._pauses = {"evaluation_seconds": 0.0, "saving_seconds": 0.0}
@@ -56,7 +56,8 @@ class Throughput(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         self._pauses = dict.fromkeys(self._pauses, 0.0)
-        self._ranks = 1 if run.accelerator is None else run.accelerator.num_processes
+        if run.accelerator is not None:
+            self._devices, self._ranks = run.accelerator.num_processes, run.accelerator.data_group.size
         self._tokens = 0
         self._loader = self._waited = None
         self._first = self._last = self._now = self._measure(run)
@@ -114,7 +115,7 @@ class Throughput(Callback):
         if self._waited is not None:
             speeds["data_wait"] = min((now.waited - since.waited) / seconds, 1.0)
         if self._per_device:
-            speeds["samples_per_second_per_device"] = speeds["samples_per_second"] / self._ranks
+            speeds["samples_per_second_per_device"] = speeds["samples_per_second"] / self._devices
         return speeds
 
 

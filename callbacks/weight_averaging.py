@@ -11,6 +11,9 @@ from torch import Tensor
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.errors import StateError
+from trainer_lib.process_group import LoneProcess
+from trainer_lib.strategies import Strategy
+from trainer_lib.strategies.single_device import SingleDevice
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -32,6 +35,8 @@ class WeightAverage(Modifier):
         self._every, self._has_buffers = every, buffers
         self.updates = 0
         self._names: list[str] = []
+        self._all_names: set[str] = set()  # and those of other parts of the model
+        self._strategy: Strategy = SingleDevice(LoneProcess(), torch.device("cpu"))  # until a fit begins
         self._weights: list[Any] = []
         self._averages: list[Any] = []
         self._loaded: Mapping[str, Any] | None = None
@@ -55,7 +60,10 @@ class WeightAverage(Modifier):
     def on_fit_begin(self, run: Run) -> None:
         tensors = {**_trained(run), **(_buffers(run) if self._has_buffers else {})}
         # The parameters themselves: FSDP2 replaces the local tensors inside them at the first forward.
-        self._names, self._weights = list(tensors), list(tensors.values())
+        if run.accelerator is not None:
+            self._strategy = run.accelerator.strategy
+        self._names, self._weights = [self._strategy.whole_name(name) for name in tensors], list(tensors.values())
+        self._all_names = self._strategy.names_of_all_parts(self._names)
         values = [weight.detach() for weight in self._weights]
         # A 16-bit average would not move: its small changes are lost in rounding.
         self._averages = [value.float() if value.dtype in _NARROW else value.clone() for value in values]
@@ -124,7 +132,7 @@ class WeightAverage(Modifier):
     def state_dict(self) -> dict[str, Any]:
         # Whole tensors, so that another world size can load them.
         whole = {name: _whole(average) for name, average in zip(self._names, self._averages, strict=True)}
-        return {"updates": self.updates, "averages": whole}
+        return {"updates": self.updates, "averages": self._strategy.with_other_parts(whole)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not self._names:  # the model is not prepared yet
@@ -132,11 +140,11 @@ class WeightAverage(Modifier):
             return
         self.updates = state["updates"]
         saved: Mapping[str, Tensor] = state["averages"]
-        if saved.keys() != set(self._names):
-            mismatched = sorted(saved.keys() ^ set(self._names))
+        if saved.keys() != self._all_names:
+            mismatched = sorted(saved.keys() ^ self._all_names)
             raise StateError(
-                f"The checkpoint holds averages of {len(saved)} tensors, and this run averages {len(self._names)}. In "
-                f"only one of the two: {', '.join(mismatched[:5])}."
+                f"The checkpoint holds averages of {len(saved)} tensors, and this run averages {len(self._all_names)}. "
+                f"In only one of the two: {', '.join(mismatched[:5])}."
             )
         for average, name in zip(self._averages, self._names, strict=True):
             _fill(average, saved[name])

@@ -26,9 +26,10 @@ from trainer_lib.foundation.errors import UnsavedError as UnsavedError
 from trainer_lib.foundation.errors import UnsupportedError as UnsupportedError
 from trainer_lib.foundation.errors import WorldError as WorldError
 from trainer_lib.foundation.imports import is_rich_available as is_rich_available
-from trainer_lib.inference import prepare_pippy as prepare_pippy
+from trainer_lib.inference.pippy import prepare_pippy as prepare_pippy
 from trainer_lib.launchers import debug_launcher as debug_launcher
 from trainer_lib.launchers import notebook_launcher as notebook_launcher
+from trainer_lib.local_sgd import DiLoCo as DiLoCo
 from trainer_lib.local_sgd import LocalSGD as LocalSGD
 from trainer_lib.logging import get_logger as get_logger
 from trainer_lib.memory import find_executable_batch_size as find_executable_batch_size

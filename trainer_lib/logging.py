@@ -2,14 +2,15 @@
 
 import contextlib
 import logging
+import sys
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer_lib import process_group
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.process_group import LoneProcess, ProcessGroup
-from trainer_lib.state.partial_state import PartialState, is_initialized
+
+if TYPE_CHECKING:
+    from trainer_lib.process_group import ProcessGroup
 
 # By logger name, since each call of get_logger makes another adapter.
 _said_once: set[tuple[str, str, str]] = set()
@@ -49,7 +50,9 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
-def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+def get_logger(
+    name: str, log_level: str | None = None, *, accelerate_log_level: str | None = None
+) -> MultiProcessAdapter:
     """Return the logger of a name, which logs on rank 0 only.
 
     Before the process group exists, the logger reads the rank from the launcher's environment variables; logging never
@@ -57,7 +60,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: The logger's name, usually `__name__`.
-        log_level: The lowest level to log; by default ACCELERATE_LOG_LEVEL, else the configuration of `logging`.
+        log_level: The lowest level to log; by default the variable ACCELERATE_LOG_LEVEL or LOG_LEVEL, else the
+            configuration of `logging`.
+        accelerate_log_level: An older name of `log_level`.
 
     Example:
         >>> logger = get_logger(__name__, log_level="INFO")
@@ -65,7 +70,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         >>> logger.debug("One line of each rank, by rank.", in_order=True)
     """
     logger = logging.getLogger(name)
-    level = log_level or environment.log_level_requested()
+    level = log_level or accelerate_log_level or environment.log_level_requested()
     if level is not None:
         known = logging.getLevelNamesMapping()
         if level.upper() not in known:
@@ -76,24 +81,34 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 def _turns(main_process_only: bool, in_order: bool) -> tuple[list[bool], Any]:
     """Return for each turn whether it is this rank's, and the function to call after a turn."""
+    if "torch" not in sys.modules:  # so there is no group; and in the exit of a program it can no longer be imported
+        return [in_order or not main_process_only or _requested_rank() == 0], _no_barrier
     rank, group = _rank_and_group()
     if in_order:
         return [turn == group.rank for turn in range(group.size)], group.barrier
     return [rank == 0 or not main_process_only], _no_barrier
 
 
-def _rank_and_group() -> tuple[int, ProcessGroup]:
+def _rank_and_group() -> tuple[int, "ProcessGroup"]:
+    # Here, since the commands that make a logger and do not log start without torch.
+    from trainer_lib import process_group
+    from trainer_lib.state.partial_state import PartialState, is_initialized
+
     if is_initialized():
         state = PartialState()
         return state.process_index, state.group
     group = process_group.adopted()
     if group is not None:
         return group.rank, group
-    world = None
+    return _requested_rank(), process_group.LoneProcess()
+
+
+def _requested_rank() -> int:
     # Invalid variables raise when the process group is initialized, not in a log call.
     with contextlib.suppress(ConfigurationError):
         world = environment.read_world()
-    return (0 if world is None else world.rank), LoneProcess()
+        return 0 if world is None else world.rank
+    return 0
 
 
 def _no_barrier() -> None:

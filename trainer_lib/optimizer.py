@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.pytree import send_to_device
-from trainer_lib.precision.autocast import ScaledAutocast
 from trainer_lib.precision.base import FullPrecision
+from trainer_lib.precision.scaler import ScaledAutocast
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
-from trainer_lib.strategies.grad_norm import multiply
+from trainer_lib.strategies.clip_grad_norm import multiply
 
 _ZERO_GRAD = Optimizer.zero_grad
 
@@ -130,7 +130,7 @@ class AcceleratedOptimizer(Optimizer):
         window = self.window
         stepped = self._stepped_in == window.micro_batch
         holds_gradients = self._backwards_at_step != window.backwards  # inlined `holds_gradients`, for speed
-        if window.size == 1 and not stepped:
+        if window.micro_batches == 1 and not stepped:
             self._zeroes_first_in = window.began
         if not window.may_zero(stepped, self._zeroes_first_in == window.began, holds_gradients):
             return

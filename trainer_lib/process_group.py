@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.environment import World
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
+from trainer_lib.foundation.launcher_variables import World
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 
 _worlds = itertools.count()  # that this process has been part of
@@ -85,6 +86,10 @@ class ProcessGroup(Protocol):
         """Return a group of the same ranks, for messages of another thread. All ranks have to call this."""
         ...
 
+    def parts(self, ranks: Sequence[Sequence[int]]) -> "ProcessGroup":
+        """Return the group of these ranks that this rank is in; each rank is in one. All ranks have to call this."""
+        ...
+
     def destroy(self) -> None:
         """Leave the group."""
         ...
@@ -144,21 +149,26 @@ class LoneProcess:
         """Return this group, which sends no messages."""
         return self
 
+    def parts(self, ranks: Sequence[Sequence[int]]) -> "LoneProcess":
+        """Return this group: there is one rank."""
+        del ranks
+        return self
+
     def destroy(self) -> None:
         """Return at once."""
 
 
 class TorchProcesses:
-    """The ranks of torch's default group.
+    """The ranks of torch's default group, or of another one.
 
     Args:
         timeout: How long a collective waits for the other ranks; `None`: torch's default.
-        group: Another group of all ranks.
+        group: Another group, of all ranks or of some. Ranks count within it.
     """
 
     def __init__(self, timeout: timedelta | None = None, group: Any = None) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         self.backend: str | None = dist.get_backend(group)
         self._timeout, self._group = timeout, group
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -194,7 +204,7 @@ class TorchProcesses:
         """Overwrite the tensor with that of one rank."""
         _check_rank(source, self.size)
         with _contiguous(tensor) as values:
-            dist.broadcast(_as_bytes(values), src=source, group=self._group)
+            dist.broadcast(_as_bytes(values), group_src=source, group=self._group)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -206,21 +216,22 @@ class TorchProcesses:
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Overwrite the list with that of one rank."""
         _check_rank(source, self.size)
-        dist.broadcast_object_list(values, src=source, group=self._group)
+        dist.broadcast_object_list(values, group_src=source, group=self._group)
         return values
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
         """Return this rank's object of those that rank `source` passes."""
         _check_rank(source, self.size)
         received: list[Any] = [None]
-        dist.scatter_object_list(received, None if values is None else list(values), src=source, group=self._group)
+        sent = None if values is None else list(values)
+        dist.scatter_object_list(received, sent, group_src=source, group=self._group)
         return received[0]
 
     def meet(self, name: str, value: str, patience: float) -> bool:
         """Whether all ranks call this with the same value, according to the store of the world."""
-        # torch returns the store of the world under a private name only.
-        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store = _default_store()
         try:
+            name = f"{name}/{dist.get_process_group_ranks(self._group)}"
             # Numbered, so that a value of an earlier call is not mistaken for an answer.
             call = f"{name}/{store.add(f'{name}/times/{self.rank}', 1)}"
             keys = [f"{call}/{rank}" for rank in range(self.size)]
@@ -245,9 +256,18 @@ class TorchProcesses:
 
     def another(self) -> ProcessGroup:
         """Return a group of the same ranks, with separate connections."""
-        if self.size == 1:
+        ranks = dist.get_process_group_ranks(self._group)
+        group = dist.new_group(
+            ranks, self._timeout, "gloo", use_local_synchronization=self.size < dist.get_world_size()
+        )
+        return TorchProcesses(self._timeout, group)
+
+    def parts(self, ranks: Sequence[Sequence[int]]) -> ProcessGroup:
+        """Return the group of these ranks that this rank is in; each rank is in one. All ranks have to call this."""
+        if max(map(len, ranks)) == 1:
             return LoneProcess()
-        return TorchProcesses(self._timeout, dist.new_group(backend="gloo", timeout=self._timeout))
+        group, _ = dist.new_subgroups_by_enumeration([list(part) for part in ranks], self._timeout)
+        return TorchProcesses(self._timeout, group)
 
     def destroy(self) -> None:
         """Leave the group."""
@@ -287,12 +307,52 @@ def form_alone(device: torch.device, options: InitProcessGroupKwargs) -> Process
     return TorchProcesses(options.timeout)
 
 
+def requested_world() -> World | None:
+    """Return the world that the launcher set.
+
+    A group that the script has formed counts more than variables of a scheduler: Ray may run in a SLURM job.
+
+    Raises:
+        ConfigurationError: If the variables of two launchers contradict each other, and there is no group yet.
+    """
+    world = environment.read_world()
+    if not exists():
+        environment.refuse_contradicting_launchers()
+    elif world is not None and world.launcher != "torchrun" and not _is_the_group(world):
+        return None
+    return world
+
+
+def exists() -> bool:
+    """Whether torch has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank_on_machine(group: ProcessGroup) -> int:
+    """Return how many lower ranks of a group are on this machine. All ranks have to call this."""
+    if group.size == 1:
+        return 0
+    store = dist.PrefixStore(f"machines_{next(_worlds)}", _default_store())
+    store.set(str(group.rank), socket.gethostname())
+    machines = [store.get(str(rank)) for rank in range(group.rank + 1)]
+    return machines[:-1].count(machines[-1])
+
+
 def adopted() -> ProcessGroup | None:
     """Return the group that the script itself formed; `None` if it did not."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not exists():
         return None
     _forget_layouts()
     return TorchProcesses()
+
+
+def _is_the_group(world: World) -> bool:
+    return (world.rank, world.size) == (dist.get_rank(), dist.get_world_size())
+
+
+def _default_store() -> dist.Store:
+    # torch returns the store of the world under a private name only.
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str) -> None:

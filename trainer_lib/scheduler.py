@@ -36,7 +36,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
-        self._moves = PartialState().num_processes if once_per_process and not split_batches else 1
+        self._moves = PartialState().data_group.size if once_per_process and not split_batches else 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if its optimizers updated."""

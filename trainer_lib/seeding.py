@@ -37,7 +37,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed = _checked(seed, "seed")
     if device_specific:
-        seed = _checked(seed + PartialState().process_index, "seed plus the rank")
+        seed = _checked(seed + PartialState().data_group.rank, "seed plus the rank")
     if deterministic:
         environment.make_cublas_deterministic()
         torch.use_deterministic_algorithms(True)

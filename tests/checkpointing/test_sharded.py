@@ -93,7 +93,11 @@ def assert_same(first: Any, second: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "model"), [(FULL, Tied), pytest.param(SHARDED, Stack, marks=pytest.mark.slow), (SHARDED, Tied)]
+    ("kind", "model"),
+    [
+        *(pytest.param(kind, model, marks=pytest.mark.slow) for kind, model in ((FULL, Tied), (SHARDED, Stack))),
+        (SHARDED, Tied),
+    ],
 )
 def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn.Module], tmp_path: Path) -> None:
     def whole() -> Any:
@@ -126,7 +130,7 @@ def test_a_sharded_training_resumes_bit_by_bit(kind: str, model: Callable[[], nn
         pytest.param((SHARDED, 1, 4), (SHARDED, 2, 2), marks=pytest.mark.slow),
         pytest.param((SHARDED, 1, 4), (FULL, 2, 2), marks=pytest.mark.slow),
         pytest.param((FULL, 2, 2), (SHARDED, 1, 4), marks=pytest.mark.slow),
-        ((SHARDED, 2, 2), (None,)),
+        pytest.param((SHARDED, 2, 2), (None,), marks=pytest.mark.slow),
         pytest.param((None,), (SHARDED, 2, 2), marks=pytest.mark.slow),
     ],
 )
@@ -338,12 +342,23 @@ def test_options_that_shards_do_not_support_are_refused(tmp_path: Path, words: A
     assert not (tmp_path / "state").exists()
 
 
-def test_weights_are_not_loaded_into_shards_from_behind(tmp_path: Path) -> None:
+def test_weights_are_loaded_into_the_shards_of_a_prepared_model(tmp_path: Path) -> None:
     def body() -> None:
         accelerator = engine(SHARDED)
         model = accelerator.prepare(stack(Stack))
         accelerator.save_model(model, tmp_path / "model")
+        batch = toy.data()[0][:2]
+        with torch.no_grad():
+            expected = model(batch)
+            for parameter in model.parameters():
+                parameter.zero_()
+        model(batch)  # gathers weights
+        load_checkpoint_in_model(model, tmp_path / "model")
+        with torch.no_grad():
+            assert torch.equal(model(batch), expected)
+        with pytest.raises(PreparationError, match=r"first.weight is sharded, and its type .* cannot be changed"):
+            load_checkpoint_in_model(model, tmp_path / "model", dtype="bfloat16")
         with pytest.raises(PreparationError, match=r"first.weight is sharded. Load weights before prepare"):
-            load_checkpoint_in_model(model, tmp_path / "model")
+            load_checkpoint_in_model(model, tmp_path / "model", device_map={"": "cpu"})
 
-    run_world(body, num_processes=1)
+    run_world(body)

@@ -126,7 +126,7 @@ def test_the_device_asked_for_is_where_the_model_goes(tmp_path: Path) -> None:
     loaded = toy.model()
     load_checkpoint_in_model(loaded, tmp_path, device_map={"": "meta"})
     assert {parameter.device.type for parameter in loaded.parameters()} == {"meta"}
-    with pytest.raises(ConfigurationError, match="does not name a device"):
+    with pytest.raises(ConfigurationError, match="the device 'gpu', which torch does not know"):
         load_checkpoint_in_model(loaded, tmp_path, device_map={"": "gpu"})
 
 
@@ -143,24 +143,78 @@ def test_missing_and_unexpected_weights_are_logged_or_refused(tmp_path: Path, ca
         load_checkpoint_in_model(nn.Sequential(nn.Linear(8, 5)), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_map": "auto"},
-        {"device_map": {"": "disk"}},
-        {"device_map": {"": "cpu", "2": "cpu"}},
-        {"offload_folder": "x"},
-        {"offload_state_dict": True},
-        {"offload_buffers": True},
-        {"keep_in_fp32_modules": ["x"]},
-        {"offload_8bit_bnb": True},
-        {"full_state_dict": False},
-        {"broadcast_from_rank0": True},
-    ],
-)
-def test_what_this_version_cannot_do_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=rf"load_checkpoint_in_model\({next(iter(options))}="):
-        load_checkpoint_in_model(toy.model(), tmp_path, **options)
+def test_rank_0_reads_for_all(tmp_path: Path) -> None:
+    model = saved(tmp_path / "weights", max_shard_size=500)
+    (tmp_path / "other").mkdir()
+
+    def body() -> Any:
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        folder = tmp_path / ("weights" if rank == 0 else "nowhere")
+        whole, empty = toy.model(seed=rank), toy.model().to("meta")
+        for loaded in (whole, empty):
+            load_checkpoint_in_model(loaded, folder, strict=True, broadcast_from_rank0=True)
+        half = toy.model()
+        load_checkpoint_in_model(half, folder, dtype="bfloat16", broadcast_from_rank0=True)
+        errors: list[str] = []
+        for wrong, place in ((nn.Linear(2, 2), folder), (toy.model(), tmp_path / "other")):
+            try:
+                load_checkpoint_in_model(wrong, place, strict=True, broadcast_from_rank0=True)
+            except (StateError, CheckpointError) as error:
+                errors.append(str(error))
+        return [value.clone() for value in whole.parameters()], [*empty.parameters()], next(half.parameters()), errors
+
+    expected = list(model.parameters())
+    for whole, empty, half, errors in run_world(body):
+        for found in (whole, empty):
+            assert all(torch.equal(value, other) for value, other in zip(found, expected, strict=True))
+        assert torch.equal(half, expected[0].to(torch.bfloat16))
+        assert "other" in errors[1]
+        assert "not in this model" in errors[0]
+
+
+def test_a_sharded_model_takes_its_parts_of_whole_weights(tmp_path: Path) -> None:
+    model = saved(tmp_path, max_shard_size=500)
+
+    def body() -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        Accelerator(cpu=True)
+        whole: list[list[torch.Tensor]] = []
+        for broadcast in (False, True):
+            sharded: Any = fully_shard(toy.model(seed=4))
+            load_checkpoint_in_model(sharded, tmp_path, strict=True, broadcast_from_rank0=broadcast)
+            whole.append([parameter.full_tensor().detach() for parameter in sharded.parameters()])
+        message = ""
+        try:
+            load_checkpoint_in_model(sharded, tmp_path, full_state_dict=False)
+        except UnsupportedError as error:
+            message = str(error)
+        return whole, message
+
+    for whole, message in run_world(body):
+        for found in whole:
+            assert all(torch.equal(value, other) for value, other in zip(found, model.parameters(), strict=True))
+        assert "full_state_dict=False" in message
+
+
+def test_a_broadcast_has_no_device_map(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"broadcast_from_rank0=True .* device_map"):
+        load_checkpoint_in_model(toy.model(), tmp_path, device_map={"": "cpu"}, broadcast_from_rank0=True)
+
+
+def test_a_map_cannot_be_inferred_where_nothing_is_dispatched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"device_map='auto'\) needs a map .* load_checkpoint_and_dispatch"):
+        load_checkpoint_in_model(toy.model(), tmp_path, device_map="auto")
+
+
+def test_named_modules_keep_fp32(tmp_path: Path) -> None:
+    saved(tmp_path)
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, tmp_path, dtype="bfloat16", keep_in_fp32_modules=["2"], offload_state_dict=True)
+    assert {name: parameter.dtype for name, parameter in loaded.named_parameters()} == {
+        "0.weight": torch.bfloat16, "0.bias": torch.bfloat16, "2.weight": torch.float32, "2.bias": torch.float32,
+    }  # fmt: skip
 
 
 def test_a_path_that_is_not_a_folder_raises(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 from trainer_lib.accelerator.accelerator import Accelerator as Accelerator
-from trainer_lib.checkpointing.format.layout import SCALER_NAME as SCALER_NAME
 from trainer_lib.options.accelerate_constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from trainer_lib.options.accelerate_constants import SCALER_NAME as SCALER_NAME
 from trainer_lib.options.accumulation_options import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
 from trainer_lib.tensor_files.weight_names import MODEL_NAME as MODEL_NAME

@@ -1,7 +1,7 @@
 """`Accelerator`: prepare models and data, accumulate, backward, clip, gather, save and load."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +9,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.accelerator import construction
+from trainer_lib.accelerator.absent_engines import AbsentEngines
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.accelerator.lomo import lomo_backward
 from trainer_lib.accelerator.prepare_methods import PrepareMethods
 from trainer_lib.accelerator.prepared import Prepared
+from trainer_lib.accelerator.sequence_methods import SequenceMethods
 from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.uneven_inputs import joined
-from trainer_lib.accelerator.weighted_backward import WeightedBackward
+from trainer_lib.accelerator.weighted_backward import WeightedBackward, WeightedLoss
+from trainer_lib.context_parallel import sequence_split
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory import release_memory
@@ -33,6 +36,7 @@ from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision import choose_precision
 from trainer_lib.profiling import Profiling
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
+class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMethods, AbsentEngines):
     """Device placement, mixed precision, gradient accumulation, clipping and distributed training in one object.
 
     Args:
@@ -72,7 +76,8 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         dynamo_backend: The `torch.compile` backend for prepared models; by default the launcher's setting.
         dynamo_plugin: All options of compilation, instead of `dynamo_backend`.
         deepspeed_plugins: `None`, like `deepspeed_plugin`.
-        parallelism_config: How many ranks replicate a model (DDP), and how many share one copy (FSDP2).
+        parallelism_config: How many ranks replicate a model (DDP), share one copy (FSDP2), split each matrix (tensor
+            parallelism), and hold some of its layers (pipeline parallelism).
         scheduler_steps_per_process: Step schedules once for each rank instead of once an update, as Accelerate does.
         **older_arguments: Argument names of earlier versions of Accelerate.
 
@@ -99,7 +104,7 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: Any = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: Any = None,
         rng_types: list[str] | None = None,
         log_with: Any = None,
@@ -119,7 +124,6 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         construction.check_names(older_arguments, Accelerator.__init__)
         construction.refuse_unsupported(
             deepspeed_plugin=deepspeed_plugin,
-            torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             deepspeed_plugins=deepspeed_plugins,
         )
@@ -146,10 +150,12 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             cpu,
             dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
             fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
             _from_accelerator=True,
             **group_options.to_kwargs(),
         )
+        construction.warn_of_fsdp1(self.state.fsdp_notes)
         self.gradient_state = GradientState(plugin)
         self.precision = choose_precision(
             self.state.mixed_precision, self.device.type, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
@@ -158,6 +164,7 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             self.state.dynamo_plugin,
             handlers.get(DistributedDataParallelKwargs),
             self.state.fsdp_plugin,
+            self.state.parallelism_config,
         )
         self.strategy = choose_strategy(
             self.distributed_type,
@@ -167,7 +174,10 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             self.state.fsdp_plugin,
             self.state.parallelism_config,
             self.state.mixed_precision,
+            handlers.strategy(),
+            self.data_group,
         )
+        self.sequence_split = sequence_split(self.state.parallelism_config, self.device.type)
         self.profile_handler = handlers.get(ProfileKwargs) or ProfileKwargs()
         self._profiling = Profiling(self.group)
         self.device_placement = device_placement
@@ -236,9 +246,13 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
         """
         return _MicroBatch(self, models or tuple(self.prepared.models))
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context in which `backward` does not reduce gradients across ranks."""
-        return self.strategy.no_sync(model)
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Generator[None]:
+        """Do not reduce gradients across ranks in a `backward` inside the block; of all models, by default."""
+        with ExitStack() as contexts:
+            for prepared in self.prepared.models if model is None else [model]:
+                contexts.enter_context(self.strategy.no_sync(prepared))
+            yield
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return the context in which `backward` reduces the gradients of a forward that ran in `no_sync`."""
@@ -321,6 +335,34 @@ class Accelerator(PrepareMethods, TrackingMethods, CheckpointMethods):
             )
         window.begin_backward()
         self.precision.backward(loss, window.is_fresh, window.steps, **kwargs)
+
+    def takes_windows(self, model: nn.Module) -> bool:
+        """Whether `backward_window` computes the micro-batches of this model in the schedule of a pipeline."""
+        return self.strategy.takes_windows(model)
+
+    def backward_window(
+        self, model: nn.Module, compute: Callable[[Any], WeightedLoss], batches: Sequence[Any]
+    ) -> list[WeightedLoss]:
+        """Compute the gradients of all micro-batches of an accumulation window at once, in the schedule of a pipeline.
+
+        Call it with the last micro-batch of the window, within `accumulate`. Without a pipeline, call `backward` for
+        each micro-batch instead.
+
+        Args:
+            model: The prepared model, which `takes_windows`.
+            compute: Returns the summed loss of a micro-batch and its weight. It calls the model once; on ranks without
+                the last stage, it does not get beyond that call.
+            batches: The micro-batches, the same on all ranks of a pipeline.
+
+        Returns:
+            The losses and weights of the micro-batches, on all ranks.
+        """
+        if not self.takes_windows(model):
+            raise ConfigurationError(
+                "backward_window needs a prepared model of pp_size above 1, with a schedule. Call backward for each "
+                "micro-batch."
+            )
+        return self._weighted.run_window(model, compute, batches)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Compute gradients and update each weight as soon as its gradient is computed, with a prepared `Lomo`.

@@ -102,6 +102,7 @@ class CheckpointMethods(CollectiveMethods):
         *,
         allow_pickle: bool = False,
         background: bool = False,
+        layout: str = "trainer_lib",
         **save_model_func_kwargs: Any,
     ) -> str:
         """Save models, optimizers, schedules, loaders, generators and registered objects. All ranks call it.
@@ -118,6 +119,8 @@ class CheckpointMethods(CollectiveMethods):
             background: Return once all tensors are copied into host memory, which later saves reuse; a thread writes
                 them. The next `save_state` or `load_state`, `wait_for_save` and `end_training` wait for the thread,
                 and raise its errors.
+            layout: "accelerate" writes what Accelerate's `load_state` reads, without a manifest, checksums and the
+                position in the data.
             **save_model_func_kwargs: `max_shard_size`, the largest size of one file of weights.
 
         Returns:
@@ -132,7 +135,15 @@ class CheckpointMethods(CollectiveMethods):
         from trainer_lib.accelerator.checkpoints.save_state import save
 
         return str(
-            save(self.checkpoints, output_dir, safe_serialization, allow_pickle, background, save_model_func_kwargs)
+            save(
+                self.checkpoints,
+                output_dir,
+                safe_serialization,
+                allow_pickle,
+                background,
+                layout,
+                save_model_func_kwargs,
+            )
         )
 
     def wait_for_save(self) -> None:
@@ -163,14 +174,15 @@ class CheckpointMethods(CollectiveMethods):
         safe_serialization: bool = True,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a checkpoint of `save_state` into the prepared objects. All ranks call it.
+        """Load a checkpoint of `save_state`, ours or Accelerate's, into the prepared objects. All ranks call it.
 
         Args:
             input_dir: The folder, or its URL; by default, or as "latest", the newest complete one under automatic
                 naming. If that one is damaged, it is renamed, and the one before it is loaded.
             load_kwargs: Options of `torch.load` in Accelerate, which reads pickles; must be empty here.
             allow_pickle: Read pickles that were written with `save_state(allow_pickle=True)`. They can run code.
-            safe_serialization: `False` for weights that were written with `save_state(safe_serialization=False)`.
+            safe_serialization: `False` for weights that another process wrote with
+                `save_state(safe_serialization=False)`.
             **load_model_func_kwargs: `strict`, whether the names of weights must equal those of the model;
                 `map_location`, whether files are read to the "cpu" or "on_device".
 
@@ -187,14 +199,15 @@ class CheckpointMethods(CollectiveMethods):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole tensors of a prepared model under the names of the unwrapped model.
 
-        For a sharded model all ranks must call it; rank 0 gets the tensors.
+        For a sharded model all ranks must call it; rank 0 gets the tensors, on the CPU. The plugin's
+        `state_dict_config` chooses otherwise.
 
         Args:
             model: The prepared model.
             unwrap: Whether to use the names of the model inside; else those of DDP's wrapper, if there is one.
         """
         if unwrap or self.strategy.unwrap(model) is model:
-            return self.strategy.model_state(model)
+            return self.strategy.exported_state(model)
         return dict(model.state_dict())
 
     def save_model(
@@ -216,7 +229,7 @@ class CheckpointMethods(CollectiveMethods):
         """
         from trainer_lib.checkpointing.model_weights import save_weights
 
-        state = self.get_state_dict(model)
+        state = self.strategy.model_state(model)
         if self.should_save_model and self.checkpoints.engine.has_whole_tensors:
             save_weights(state, path_at(save_directory), max_shard_size, safe_serialization)
 

@@ -63,6 +63,21 @@ class CollectiveMethods(ProcessControl):
         return self._mesh_index("dp_shard")
 
     @property
+    def tensor_parallel_rank(self) -> int:
+        """The index of this rank's part of each matrix, with `tp_size`; 0 if they are whole."""
+        return self._mesh_index("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The index of this rank's part of its sequences, with `cp_size`; 0 if they are whole."""
+        return self._mesh_index("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The index of this rank in its pipeline, with `pp_size`; 0 if it has all layers."""
+        return self._mesh_index("pp")
+
+    @property
     def num_processes(self) -> int:  # type: ignore[override]
         """The world size."""
         return self.state.num_processes
@@ -83,6 +98,21 @@ class CollectiveMethods(ProcessControl):
         return self.state.group
 
     @property
+    def data_group(self) -> ProcessGroup:  # type: ignore[override]
+        """The process group of the ranks that read different batches: all, unless ranks hold parts of one replica."""
+        return self.state.data_group
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """How many ranks read the same batches, as parts of one replica of a model."""
+        return self.group.size // self.data_group.size
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether this is the first of the ranks that read the same batches: the one that writes what it read."""
+        return self.process_index in self.state.first_readers
+
+    @property
     def multi_device(self) -> bool:
         """Whether the world has several accelerator devices."""
         return self.use_distributed and self.device.type != "cpu"
@@ -95,7 +125,7 @@ class CollectiveMethods(ProcessControl):
         """Gather predictions and labels of a batch, without samples that the loader repeated to fill it up.
 
         Takes tensors of any type, lists of texts or other objects, and structures of them; ranks may hold different
-        numbers of rows.
+        numbers of rows. Ranks that read the same batch, as parts of one replica of the model, count as one.
 
         Args:
             input_data: One row (or as many) for each sample of the batch.

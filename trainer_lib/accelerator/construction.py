@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
@@ -13,13 +14,16 @@ from trainer_lib.options.enums import DynamoBackend, RNGType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
+from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.strategies.registry import registered_options
+
+_logger = get_logger(__name__)
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _NOT_YET = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
-    "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
 }
 Handler = TypeVar("Handler", bound=KwargsHandler)
@@ -36,9 +40,10 @@ class Handlers:
                 "kwargs_handlers=[AutocastKwargs()]."
             )
         for handler in handlers:
-            if not isinstance(handler, _HANDLERS):
+            known = (*_HANDLERS, *registered_options())
+            if not isinstance(handler, known):
                 raise ConfigurationError(
-                    unknown("kwargs handler", type(handler).__name__, [kind.__name__ for kind in _HANDLERS])
+                    unknown("kwargs handler", type(handler).__name__, [kind.__name__ for kind in known])
                 )
             if type(handler) in self._by_type:
                 raise ConfigurationError(f"kwargs_handlers has two {type(handler).__name__}. Give one.")
@@ -48,6 +53,16 @@ class Handlers:
         """Return the handler of this type, or `None`."""
         handler = self._by_type.get(kind)
         return handler if isinstance(handler, kind) else None
+
+    def strategy(self) -> KwargsHandler | None:
+        """Return the options of a registered strategy, or `None`."""
+        kinds = [kind for kind in registered_options() if kind in self._by_type]
+        if len(kinds) > 1:
+            raise ConfigurationError(
+                f"kwargs_handlers has the options of several strategies: {', '.join(kind.__name__ for kind in kinds)}. "
+                "Give one."
+            )
+        return self._by_type[kinds[0]] if kinds else None
 
 
 def check_generators(rng_types: Any) -> None:
@@ -106,12 +121,28 @@ def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any
     return requested
 
 
+def warn_of_fsdp1(notes: Sequence[str]) -> None:
+    """Warn once of what each option of FSDP1 became."""
+    if notes:
+        _logger.warning_once(
+            "This version shards with FSDP2, and translates the options of FSDP1: %s.", "; ".join(notes)
+        )
+
+
 def check_compilation(
-    plugin: TorchDynamoPlugin, ddp: DistributedDataParallelKwargs | None, fsdp: FullyShardedDataParallelPlugin | None
+    plugin: TorchDynamoPlugin,
+    ddp: DistributedDataParallelKwargs | None,
+    fsdp: FullyShardedDataParallelPlugin | None,
+    parallelism: ParallelismConfig | None = None,
 ) -> None:
-    """Raise for options of compilation that do not work with DDP or FSDP."""
+    """Raise for options of compilation that do not work with DDP, FSDP or pipelines."""
     if not plugin.is_active:
         return
+    if parallelism is not None and parallelism.pp_enabled:
+        raise UnsupportedError(
+            f"torch.compile does not work with pp_size={parallelism.pp_size}: a graph of the whole model cannot end at "
+            "a stage. Leave dynamo_backend and torch_compile out."
+        )
     if ddp is not None and ddp.bucket_cap_mb < 1:
         raise ConfigurationError(
             f"bucket_cap_mb must be at least 1 with torch.compile (got {ddp.bucket_cap_mb}): torch splits compiled "

@@ -44,6 +44,16 @@ class Engine:
         return self.state.num_processes
 
     @property
+    def first_of_replica(self) -> int:
+        """The first of the ranks that read the same batches as this one, as parts of one replica of a model."""
+        return self.state.first_readers[self.state.data_group.rank]
+
+    @property
+    def trains_locally(self) -> bool:
+        """Whether ranks train copies of a model that differ (`LocalSGD`, `DiLoCo`)."""
+        return self.window.is_local and self.world_size > 1
+
+    @property
     def has_whole_tensors(self) -> bool:
         """Whether this rank gets whole tensors from the strategy."""
         return self.rank == 0 or not self.strategy.gathers_to_rank_zero

@@ -10,10 +10,13 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.prepared import Prepared, list_of
+from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.compilation import compile_model
+from trainer_lib.modules.device_placement import has_offloaded_params
+from trainer_lib.modules.quantized_layers import keep_unpacked
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.data_options import DataLoaderConfiguration
@@ -35,6 +38,7 @@ class PrepareMethods(CollectiveMethods):
     scheduler_steps_per_process: bool
     prepared: Prepared
     strategy: Strategy
+    sequence_split: SequenceSplit
     precision: FullPrecision
     window: GradientWindow
 
@@ -70,8 +74,8 @@ class PrepareMethods(CollectiveMethods):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders have a `state_dict`: always `True`."""
-        return True
+        """Whether prepared loaders are instances of torchdata's `StatefulDataLoader`."""
+        return self.dataloader_config.use_stateful_dataloader
 
     @property
     def non_blocking(self) -> bool:
@@ -83,7 +87,7 @@ class PrepareMethods(CollectiveMethods):
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedules, and return them in the order given.
 
-        Other objects come back unchanged.
+        Other objects come back unchanged, and so do those that `prepare` returned before.
 
         Args:
             *args: The objects to prepare, in any number and order.
@@ -115,18 +119,21 @@ class PrepareMethods(CollectiveMethods):
             device_placement: Whether to move it to the device; by default the `Accelerator`'s setting.
             evaluation_mode: You only evaluate the model, so its gradients need not be reduced.
         """
+        if self.prepared.holds(model):
+            return model
         self.prepared.check_new([model])
-        if self.verify_device_map(model) and self.use_distributed:
+        is_spread = self.verify_device_map(model) or any(map(has_offloaded_params, model.modules()))
+        if is_spread and self.use_distributed:
             raise PreparationError(
                 "This model is spread over several devices (device_map), and with several ranks each rank needs a "
                 "copy on its own device. Load the model without device_map, or start a single process."
             )
+        keep_unpacked(model)
         self.precision.check(model)
         self.precision.cast(model)
-        if (self.device_placement if device_placement is None else device_placement) and not self.verify_device_map(
-            model
-        ):
+        if (self.device_placement if device_placement is None else device_placement) and not is_spread:
             model = self.strategy.place(model)
+        self.sequence_split.attach(model)
         self.precision.wrap_forward(model)
         model = self.strategy.distribute(model, evaluation_mode)
         for optimizer in self.prepared.optimizers:
@@ -139,6 +146,8 @@ class PrepareMethods(CollectiveMethods):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer so that it steps once per accumulation window."""
+        if isinstance(optimizer, AcceleratedOptimizer) and self.prepared.holds(optimizer):
+            return optimizer
         self.prepared.check_new([optimizer])
         place = self.device_placement if device_placement is None else device_placement
         self.strategy.rebind_parameters(optimizer)
@@ -160,6 +169,8 @@ class PrepareMethods(CollectiveMethods):
 
     def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
+        if isinstance(scheduler, AcceleratedScheduler) and self.prepared.holds(scheduler):
+            return scheduler
         self.prepared.check_new([scheduler])
         prepared = AcceleratedScheduler(
             scheduler,
@@ -175,13 +186,15 @@ class PrepareMethods(CollectiveMethods):
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
+        if self.prepared.holds(data_loader):
+            return data_loader
         self.prepared.check_new([data_loader])
         config = self.dataloader_config
         prepared = prepare_data_loader(
             data_loader,
             self.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
+            num_processes=self.data_group.size,
+            process_index=self.data_group.rank,
             split_batches=config.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types,
@@ -191,6 +204,7 @@ class PrepareMethods(CollectiveMethods):
             use_seedable_sampler=config.use_seedable_sampler,
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
             seed_each_sample=config.seed_each_sample,
             low_memory_shuffle=config.low_memory_shuffle,
         )

@@ -48,12 +48,18 @@ class Prepared:
             for objects, kept in zip(lists, before, strict=True):
                 objects[:] = kept
 
+    def holds(self, value: Any) -> bool:
+        """Whether `prepare` returned this object."""
+        return any(value is prepared for prepared in self._objects())
+
     def check_new(self, values: Iterable[Any]) -> None:
-        """Raise if one of the values is prepared already, or given twice."""
+        """Raise if one of the values is inside a prepared one, given twice, or prepared by another Accelerator."""
         known = {id(inner) for value in self._objects() for inner in (value, _wrapped(value))}
         known |= {id(self._unwrap(model)) for model in self.models}
         seen: set[int] = set()
         for value in values:
+            if self.holds(value):
+                continue
             is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
             if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
                 raise PreparationError(

@@ -1,16 +1,33 @@
 """Backward of losses with a weight: sums over items, divided by the weight of the whole accumulation window."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import named_leaves
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.state.accumulation_window import Share, nan_if_negative, sum_from_mean
+
+_INFINITY = float("inf")
+
+
+class WeightedLoss(NamedTuple):
+    """The loss of a micro-batch.
+
+    Args:
+        loss: The sum over its items.
+        weight: How many items there are.
+        facts: What else is known of it, such as values to log.
+    """
+
+    loss: Tensor
+    weight: float | Tensor
+    facts: Any = None
 
 
 class WeightedBackward:
@@ -27,9 +44,14 @@ class WeightedBackward:
     def run(self, loss: Tensor, weight: Any, optimizer: Any, is_mean: bool, kwargs: dict[str, Any]) -> None:
         """Compute gradients of a loss that is a sum over `weight` items, or their mean."""
         window = self._window
-        reduces = window.state.sync_gradients and not window.is_alone
-        share = self._share(optimizer)
-        before, weight, divisor = share.local, _checked_weight(weight), share.nominal
+        reduces = window.state.sync_gradients and not window.is_local
+        optimizers = tuple(self._prepared.optimizers if optimizer is None else _listed(optimizer))
+        share = window.share_of(optimizers)  # of an earlier micro-batch
+        if share is None:
+            share = self._opened_share(optimizers, is_named=optimizer is not None)
+        if type(weight) is not float or not 0 <= weight < _INFINITY:
+            weight = _checked_weight(weight)
+        before, divisor = share.local, share.nominal
         share.local = before + weight
         if is_mean and type(weight) is float and weight > 0:
             divisor /= weight  # of the mean: the sum would take two operations more
@@ -51,13 +73,29 @@ class WeightedBackward:
             if window.message is not None:
                 window.message.receive(means)
 
-    def _share(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None) -> Share:
+    def run_window(self, model: nn.Module, compute: Callable[[Any], WeightedLoss], batches: Sequence[Any]) -> list[Any]:
+        """Compute the gradients of all micro-batches of a window at once; see `Accelerator.backward_window`."""
+        window, optimizers = self._window, tuple(self._prepared.optimizers)
+        share = window.share_of(optimizers) or self._opened_share(optimizers, is_named=False)
+
+        def scaled(index: int) -> tuple[Tensor, WeightedLoss]:
+            loss, weight, facts = compute(batches[index])
+            return loss / share.nominal, WeightedLoss(loss.detach(), _checked_weight(weight), facts)
+
+        window.begin_backward()
+        losses = self._strategy.run_window(model, scaled, [_shapes(batch) for batch in batches])
+        share.local = sum((loss.weight for loss in losses), start=share.local)
+        if window.state.sync_gradients and not window.is_local:
+            values: list[Any] = [share.local] if window.message is None else [share.local, *window.message.to_floats()]
+            self._strategy.send_with_gradients(values)
+            share.total, *means = self._strategy.received_averages()
+            if window.message is not None:
+                window.message.receive(means)
+        return losses
+
+    def _opened_share(self, optimizers: tuple[AcceleratedOptimizer, ...], is_named: bool) -> Share:
         prepared = self._prepared.optimizers
-        optimizers = tuple(prepared if optimizer is None else _listed(optimizer))
-        share = self._window.share_of(optimizers)
-        if share is not None:  # of an earlier micro-batch
-            return share
-        if optimizer is None and len(optimizers) != 1:
+        if not is_named and len(optimizers) != 1:
             raise ConfigurationError(
                 f"backward(loss, weight=…) needs optimizer=: {len(optimizers)} optimizers are prepared. Call "
                 "backward(loss_sum, weight=n, optimizer=the_prepared_optimizer)."
@@ -75,13 +113,18 @@ class WeightedBackward:
         return self._window.open_share(optimizers)
 
 
+def _shapes(batch: Any) -> Hashable:
+    """Return the shapes and types of the tensors of a batch, by name."""
+    return tuple(
+        (name, tuple(value.shape), value.dtype) for name, value in named_leaves(batch) if isinstance(value, Tensor)
+    )
+
+
 def _listed(value: Any) -> list[Any]:
     return [value] if isinstance(value, Optimizer) else list(value)
 
 
 def _checked_weight(weight: Any) -> float | Tensor:
-    if type(weight) is float and 0 <= weight < float("inf"):  # first: by far the most frequent
-        return weight
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ConfigurationError(f"weight must be one number (got a tensor of shape {tuple(weight.shape)}).")

@@ -1,8 +1,9 @@
 """Saving and loading the weights of a model alone, in Hugging Face's layout."""
 
+import os
 import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.format.manifest import Manifest, read_manifest
+from trainer_lib.checkpointing.load.load_by_device_map import load_by_device_map
+from trainer_lib.checkpointing.load.load_in_place import load_from_rank0, load_in_place
 from trainer_lib.checkpointing.load.local_files import fetch
 from trainer_lib.checkpointing.load.verification import check_bytes, damaged
+from trainer_lib.checkpointing.load.weight_files import WeightFiles
 from trainer_lib.checkpointing.storage.remote_storage import temporary_folder
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, path_at
@@ -27,11 +31,14 @@ from trainer_lib.foundation.errors import (
     UnsupportedError,
 )
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.device_placement import Device, read_device
+from trainer_lib.modules.module_kinds import model_has_dtensor
+from trainer_lib.modules.quantized_layers import is_quantized, weight_of
 from trainer_lib.modules.state import check_fits, inner_module
-from trainer_lib.modules.ties import find_tied_parameters, retie_parameters
-from trainer_lib.tensor_files.model_files import read_weights, weight_files
+from trainer_lib.state import PartialState
+from trainer_lib.tensor_files.offloaded_weights import Index
 from trainer_lib.tensor_files.weight_names import weights_ending, weights_stem
+from trainer_lib.tensor_files.weights_index import weight_files
 
 _logger = get_logger(__name__)
 
@@ -86,21 +93,22 @@ def load_checkpoint_in_model(
         model: The model.
         checkpoint: A file of weights, an index of several files, or a folder with either, such as those that
             `save_model`, `save_state` and `save_pretrained` write.
-        device_map: `{"": device}`, to move the model to that device. This version does not split or offload models.
-        offload_folder: Not supported by this version, like all offloading.
+        device_map: The device of each module; by default where its weights are. Weights of modules on the "disk" are
+            not loaded: `load_checkpoint_and_dispatch` also runs such a model.
+        offload_folder: The folder for weights on the disk that are not in safetensors files, and for their index.
         dtype: The dtype of the loaded weights in the model; by default the model's own.
-        offload_state_dict: See `offload_folder`.
-        offload_buffers: See `offload_folder`.
-        keep_in_fp32_modules: See `offload_folder`.
-        offload_8bit_bnb: See `offload_folder`.
+        offload_state_dict: Accepted for compatibility: weights never take memory twice.
+        offload_buffers: Whether buffers of modules on the disk stay there too.
+        keep_in_fp32_modules: Names of modules whose weights are loaded in fp32 whatever `dtype` says.
+        offload_8bit_bnb: Accepted for compatibility: weights of 8-bit layers on the disk are always quantized.
         strict: Whether names that only the model or only the checkpoint has raise; otherwise they are logged.
-        full_state_dict: Not supported by this version: load weights before `prepare` shards the model.
-        broadcast_from_rank0: See `full_state_dict`.
+        full_state_dict: Only `True` for a model that is sharded: each rank takes its parts of whole weights.
+        broadcast_from_rank0: Whether only rank 0 reads the files, and sends the other ranks one tensor after the other.
 
     Raises:
         CheckpointError: If the weights are missing or damaged.
         StateError: If they do not fit the model.
-        PreparationError: If the model is sharded.
+        PreparationError: If a sharded model is to get a device map, or another dtype.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -108,29 +116,35 @@ def load_checkpoint_in_model(
         >>> accelerator.save_model(accelerator.prepare(model), "/tmp/weights")
         >>> load_checkpoint_in_model(torch.nn.Linear(4, 2), "/tmp/weights", strict=True)
     """
-    device = _one_device(device_map)
-    _refuse(
-        offload_folder=offload_folder,
-        offload_state_dict=offload_state_dict or None,
-        offload_buffers=offload_buffers or None,
-        keep_in_fp32_modules=keep_in_fp32_modules,
-        offload_8bit_bnb=offload_8bit_bnb or None,
-        full_state_dict=None if full_state_dict else False,
-        broadcast_from_rank0=broadcast_from_rank0 or None,
-    )
-    chosen = _dtype(dtype)
-    model = inner_module(model)
-    _refuse_sharded(model)
-    with checked_weights(checkpoint) as files:
-        weights = read_weights(files)
-    check_fits(model, {name: tensor.shape for name, tensor in weights.items()}, strict)
-    ties = find_tied_parameters(model)
-    loaded = _assign(model, weights, chosen)
-    retie_parameters(model, ties)
-    if device is not None:
-        model.to(device)
+    is_mapped = device_map is not None or bool(keep_in_fp32_modules)
+    refuse_distributed(full_state_dict, broadcast_from_rank0, is_mapped, model)
+    if isinstance(device_map, str):
+        raise ConfigurationError(
+            f"load_checkpoint_in_model(device_map={device_map!r}) needs a map from names of modules to devices. Use "
+            "infer_auto_device_map to make one, or load_checkpoint_and_dispatch."
+        )
+    if device_map is None and any(is_quantized(parameter) for parameter in model.parameters()):
+        device_map = {"": _device(model)}
+    if device_map is not None or keep_in_fp32_modules:
+        load_by_map(
+            model,
+            checkpoint,
+            device_map or {"": "cpu"},
+            offload_folder,
+            dtype,
+            strict,
+            keep_in_fp32_modules or (),
+            offload_buffers,
+        )
+        return
+    model, chosen = inner_module(model), _dtype(dtype)
+    if broadcast_from_rank0:
+        missing, unexpected = load_from_rank0(model, Path(str(checkpoint)), chosen, strict, PartialState().group)
+    else:
+        with checked_weights(checkpoint) as files:
+            missing, unexpected = load_in_place(model, files, chosen, strict)
     if not strict:
-        _warn_about_differences(model, loaded, weights, checkpoint)
+        _warn(missing, unexpected, checkpoint)
 
 
 @contextmanager
@@ -185,62 +199,58 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _assign(model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> set[int]:
-    """Assign weights to the tensors of the model with the same names, and return the ids of those tensors."""
-    loaded: set[int] = set()
-    for name, current in list(model.state_dict(keep_vars=True).items()):
-        value = weights.get(canonical_name(name))
-        if value is None or not isinstance(current, Tensor):
-            continue
-        target_dtype = current.dtype if dtype is None or not current.is_floating_point() else dtype
-        if current.device.type == "meta":
-            owner, _, attribute = name.rpartition(".")
-            value = value.to(target_dtype, copy=True)
-            is_parameter = isinstance(current, nn.Parameter)
-            new = nn.Parameter(value, current.requires_grad) if is_parameter else value
-            setattr(model.get_submodule(owner), attribute, new)
-            loaded |= {id(new), id(current)}
-            continue
-        if current.dtype == target_dtype:
-            with torch.no_grad():
-                current.copy_(value)
-        else:
-            current.data = value.to(current.device, target_dtype)
-        loaded.add(id(current))
-    return loaded
-
-
-def _warn_about_differences(model: nn.Module, loaded: set[int], weights: Mapping[str, Tensor], checkpoint: Any) -> None:
-    state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    missing = [name for name, value in state.items() if id(value) not in loaded and isinstance(value, Tensor)]
-    unexpected = [name for name in weights if name not in state]
+def _warn(missing: Sequence[str], unexpected: Sequence[str], checkpoint: Any) -> None:
     if missing:
-        _logger.warning("Weights that %s does not have are unchanged: %s.", checkpoint, ", ".join(sorted(missing)[:8]))
+        _logger.warning("Weights that %s does not have are unchanged: %s.", checkpoint, ", ".join(missing[:8]))
     if unexpected:
-        _logger.warning(
-            "Weights in %s that the model does not have: %s.", checkpoint, ", ".join(sorted(unexpected)[:8])
-        )
+        _logger.warning("Weights in %s that the model does not have: %s.", checkpoint, ", ".join(unexpected[:8]))
 
 
-def _one_device(device_map: Any) -> torch.device | None:
-    if not isinstance(device_map, Mapping) or list(device_map) != [""] or device_map[""] == "disk":
-        _refuse(device_map=device_map)
-        return None
-    try:
-        return torch.device(device_map[""])
-    except (RuntimeError, TypeError) as error:
-        raise ConfigurationError(
-            f"device_map={device_map!r} does not name a device: {str(error).splitlines()[0]}"
-        ) from error
+def load_by_map(
+    model: nn.Module,
+    checkpoint: str | AnyPath,
+    device_map: Mapping[str, Device],
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    strict: bool = False,
+    keep_in_fp32: Iterable[str] = (),
+    offload_buffers: bool = False,
+) -> Index:
+    """Load weights, each to its device, and return the index of those that stay on the disk.
 
-
-def _refuse(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
+    See `load_checkpoint_in_model`; model and weights are checked before anything is loaded.
+    """
+    _refuse_sharded(model)
+    device_map = {name: read_device(device) for name, device in device_map.items()}
+    folder = None if offload_folder is None else Path(offload_folder)
+    names = list(model.state_dict(keep_vars=True))
+    with checked_weights(checkpoint) as files:
+        if files != Path(str(checkpoint)).expanduser() and "disk" in device_map.values():
             raise UnsupportedError(
-                f"load_checkpoint_in_model({name}={shown(value)}): this version loads whole weights into a model on "
-                "one device." + (' Give {"": device}, or leave it out.' if name == "device_map" else " Leave it out.")
+                f"device_map puts modules on the disk, and {checkpoint} is not there. Copy the weights to this machine."
             )
+        if strict:
+            check_fits(model, WeightFiles(files).shapes_for(model.state_dict(keep_vars=True)), strict)
+        loaded, unexpected, index = load_by_device_map(
+            model, files, device_map, folder, _dtype(dtype), keep_in_fp32, offload_buffers
+        )
+    missing = [name for name in names if name not in loaded and weight_of(name) not in names]
+    _warn(missing, sorted(unexpected), checkpoint)
+    return index
+
+
+def refuse_distributed(full_state_dict: bool, broadcast_from_rank0: bool, is_mapped: bool, model: nn.Module) -> None:
+    """Raise for arguments of `load_checkpoint_in_model` that contradict each other, or the model."""
+    if broadcast_from_rank0 and is_mapped:
+        raise ConfigurationError(
+            "broadcast_from_rank0=True sends weights to models that are whole or sharded on each rank; device_map and "
+            "keep_in_fp32_modules place them on one. Leave one of them out."
+        )
+    if not full_state_dict and (broadcast_from_rank0 or model_has_dtensor(model)):
+        raise UnsupportedError(
+            "load_checkpoint_in_model(full_state_dict=False): files hold whole weights, and each rank of a sharded "
+            "model takes its parts of them. Leave it out."
+        )
 
 
 def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
@@ -252,6 +262,11 @@ def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
             f"dtype={shown(value)} is not a torch dtype. Give one such as torch.float16 or 'bfloat16'."
         )
     return dtype
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def _weights_in(folder: AnyPath) -> list[AnyPath]:

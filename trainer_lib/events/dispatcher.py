@@ -73,11 +73,15 @@ class Dispatcher:
 
     @contextmanager
     def eval_weights(self, run: Run) -> Generator[None]:
-        """Return the context in which models evaluate, predict and are saved: the `eval_weights` of all modifiers."""
+        """Return the context in which models evaluate, predict and are saved: the `eval_weights` of all modifiers.
+
+        Weights that differ between ranks are averaged last, so an average over updates (EMA) is averaged too.
+        """
         with ExitStack() as stack:
             for callback in self._callbacks:
                 if isinstance(callback, Modifier):
                     stack.enter_context(callback.eval_weights(run))
+            stack.enter_context(run.averaged_weights())
             yield
 
     def fire(self, event: str, run: Run, *details: Any) -> None:

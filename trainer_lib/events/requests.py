@@ -118,10 +118,11 @@ class Control:
 
     def sync_across_ranks(self, group: ProcessGroup) -> None:
         """Send the requests of each rank to all ranks in a message of their own. All ranks have to call it."""
-        if group.size > 1:
-            by_rank = group.all_gather_objects(self.to_floats())
-            self.receive([sum(numbers) for numbers in zip(*by_rank, strict=True)])
-            return
+        by_rank = group.all_gather_objects(self.to_floats())
+        self.receive([sum(numbers) for numbers in zip(*by_rank, strict=True)])
+
+    def agree_alone(self) -> None:
+        """Have the requests take effect at once: this is the only rank."""
         if self.interruption is not None:
             self._asked.add("interrupt")
         if self._asked:
@@ -132,6 +133,8 @@ class Control:
         """Return the requests as numbers for the ranks to reduce; they now count as sent."""
         if self.interruption is not None:  # set by a signal handler, in which nothing else is safe
             self._asked.add("interrupt")
+        if not self._asked:  # the most frequent case
+            return [0.0] * self.COUNT
         numbers = [1.0 if name in self._asked else 0.0 for name in self._SENT]
         self._sent |= self._asked
         self._asked.clear()
@@ -144,6 +147,8 @@ class Control:
 
     def receive(self, numbers: Sequence[float]) -> None:
         """Take over the requests of all ranks."""
+        if not any(numbers):  # the most frequent case
+            return
         for name, number in zip(self._SENT, numbers, strict=False):
             if number:
                 self._agreed.add(name)

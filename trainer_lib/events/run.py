@@ -1,6 +1,7 @@
 """The run that each callback gets: its state, models, optimizers, batch and loss."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,8 @@ class Run:
         grad_norm: The norm of the gradients before clipping; `None` where it is not computed.
         metrics: The metrics of the last evaluation.
         weighs_nothing: Whether the current batch has weight 0 and only takes part in the update of other ranks.
+        averaged_weights: Returns the context in which the weights are their mean over the ranks; it does nothing unless
+            ranks train copies that differ (`local_sgd_steps`).
         eval_sets: While an evaluation runs: for each evaluation set, by name, whether it is evaluated.
     """
 
@@ -61,6 +64,7 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     eval_sets: Mapping[str, bool] = field(default_factory=dict[str, bool])
     folder: Path | None = None
+    averaged_weights: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def loss(self) -> Tensor | None:

@@ -12,6 +12,7 @@ from trainer_lib.foundation.pytree import is_dataclass_value
 _UNNAMED = frozenset({Tensor, list, tuple})
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 IGNORE_INDEX = -100  # the label that losses and metrics skip, as in torch and transformers
+SHIFTED_LABELS = "shift_labels"  # labels that are those of the next positions already, as transformers calls them
 SPAN = ["start_positions", "end_positions"]  # the targets of extractive question answering
 
 
@@ -33,7 +34,7 @@ def split(batch: Any, label_names: Sequence[str] | None = None) -> tuple[Any, An
     Raises:
         ConfigurationError: If the batch has no target.
     """
-    named = as_mapping(batch)
+    named = None if type(batch) in _UNNAMED else as_mapping(batch)
     if named is not None:
         names = label_names_in(named, label_names)
         if not names:
@@ -53,7 +54,7 @@ def split(batch: Any, label_names: Sequence[str] | None = None) -> tuple[Any, An
 
 def targets_of(batch: Any, label_names: Sequence[str] | None = None) -> Any:
     """Return the targets of a batch; `None` if it has no recognizable targets."""
-    named = as_mapping(batch)
+    named = None if type(batch) in _UNNAMED else as_mapping(batch)
     if named is None:
         return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     names = label_names_in(named, label_names)

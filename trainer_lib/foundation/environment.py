@@ -5,21 +5,20 @@ Launchers pass settings to the processes they start in variables: those of torch
 """
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.foundation import launcher_variables
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.launcher_variables import World, whole_number
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
-
-# srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
-_FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 # The fields of the FSDP plugin, by kind, and the variables in which launchers pass them on.
 _SHARDING_TEXTS = {
@@ -38,22 +37,22 @@ _SHARDING_FLAGS = {
     "sync_module_states": "FSDP_SYNC_MODULE_STATES",
     "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "activation_checkpointing_offload": "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
 }
 # Launchers set FSDP_MIN_NUM_PARAMS for every auto-wrap policy; only the size-based policy uses it.
 _SHARDING_COUNTS = {"fsdp_version": "FSDP_VERSION", "size_from": "FSDP_MIN_NUM_PARAMS"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """The rank and world size of this process, as its launcher set them."""
+CHECK_REPORT = "TRAINER_LIB_CHECK_REPORT"  # asks the first `fit` of a script for a check
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    launcher: str
-    master_addr: str | None = None
-    master_port: int | None = None
+# What a report of the environment shows.
+_WORLD_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FORK_LAUNCHED")
+_SETTING_PREFIXES = (
+    "ACCELERATE_", "ASCEND_", "CUBLAS_", "CUDA_", "FSDP_", "GLOO_", "HF_", "HIP_", "KMP_", "MKL_", "MPI_",
+    "MV2_", "NCCL_", "OMPI_", "OMP_", "PARALLELISM_CONFIG_", "PMI_", "PYTORCH_", "ROCR_", "SLURM_",
+    "TOKENIZERS_", "TORCH", "TRAINER_LIB_", "TRANSFORMERS_", "XDG_", "ZE_",
+)  # fmt: skip
+_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -72,7 +71,7 @@ def get_int_from_env(env_keys: list[str] | tuple[str, ...], default: int) -> int
     """Return the first of `env_keys` that is set to a non-negative integer, else `default`."""
     for key in env_keys:
         value = os.environ.get(key)
-        if value is not None and _whole_number(key, value) >= 0:
+        if value is not None and whole_number(key, value) >= 0:
             return int(value)
     return default
 
@@ -97,14 +96,19 @@ def cpu_requested() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
+def cpu_affinity_requested() -> bool:
+    """Whether the launcher asked to bind each process to the cores near its GPU."""
+    return parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
+
+
 def device_requested() -> str | None:
     """The device named by the launcher, if any."""
     return os.environ.get("ACCELERATE_TORCH_DEVICE") or None
 
 
 def mixed_precision_requested() -> str:
-    """The precision named by the launcher, or "no"."""
-    return (os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+    """The precision named by the launcher (MIXED_PRECISION in early versions of Accelerate), or "no"."""
+    return (os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no").lower()
 
 
 def accumulation_steps_requested() -> int:
@@ -132,15 +136,32 @@ def sharding_requested() -> dict[str, Any]:
             options[field] = parse_flag_from_env(key)
     for field, key in _SHARDING_COUNTS.items():
         if os.environ.get(key):
-            options[field] = _whole_number(key, os.environ[key])
+            options[field] = whole_number(key, os.environ[key])
     return options
 
 
 def parallelism_requested() -> dict[str, int]:
     """The sizes of the launcher's `ParallelismConfig`, by its fields."""
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
     keys = {name: f"PARALLELISM_CONFIG_{name.upper()}" for name in names}
-    return {name: _whole_number(key, os.environ[key]) for name, key in keys.items() if os.environ.get(key)}
+    return {name: whole_number(key, os.environ[key]) for name, key in keys.items() if os.environ.get(key)}
+
+
+def context_parallel_strategy() -> str | None:
+    """How the launcher wants attention to reach the keys of other ranks, if it says so."""
+    return os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or None
+
+
+def sequence_parallelism_requested() -> dict[str, Any]:
+    """The options of the launcher's sequence parallelism, by the names of Accelerate's fields."""
+    prefix, options = "PARALLELISM_CONFIG_SP_", dict[str, Any]()
+    if os.environ.get(f"{prefix}SEQ_LENGTH"):
+        options["sp_seq_length"] = get_int_from_env([f"{prefix}SEQ_LENGTH"], 0)
+    if os.environ.get(f"{prefix}SEQ_LENGTH_IS_VARIABLE"):
+        options["sp_seq_length_is_variable"] = parse_flag_from_env(f"{prefix}SEQ_LENGTH_IS_VARIABLE")
+    if os.environ.get(f"{prefix}ATTN_IMPLEMENTATION"):
+        options["sp_attn_implementation"] = os.environ[f"{prefix}ATTN_IMPLEMENTATION"]
+    return options
 
 
 def processes_per_machine() -> int | None:
@@ -170,11 +191,15 @@ def refuse_unsupported_engines() -> None:
     engines = {
         "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
         "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-        "ACCELERATE_USE_TP": "tensor parallelism",
     }
     for key, engine in engines.items():
         if parse_flag_from_env(key):
             raise UnsupportedError(f"{key} requests {engine}, which this version does not support. Unset {key}.")
+    if parse_flag_from_env("ACCELERATE_USE_TP"):
+        raise UnsupportedError(
+            "ACCELERATE_USE_TP requests tensor parallelism by an older variable. Unset it, and set "
+            "ACCELERATE_USE_PARALLELISM_CONFIG=true and PARALLELISM_CONFIG_TP_SIZE."
+        )
 
 
 def dynamo_setting(name: str) -> str | None:
@@ -189,8 +214,9 @@ def dynamo_flag(name: str) -> bool | None:
 
 
 def log_level_requested() -> str | None:
-    """The log level named by the launcher, if any."""
-    return os.environ.get("ACCELERATE_LOG_LEVEL") or None
+    """The log level named by ACCELERATE_LOG_LEVEL, or by LOG_LEVEL if its value is a level of `logging`; if any."""
+    general = os.environ.get("LOG_LEVEL", "").upper()  # other programs have levels of their own in it
+    return os.environ.get("ACCELERATE_LOG_LEVEL") or (general if general in logging.getLevelNamesMapping() else None)
 
 
 def make_cublas_deterministic() -> None:
@@ -223,6 +249,12 @@ def error_file() -> Path | None:
     return Path(path) if path else None
 
 
+def check_report_file() -> Path | None:
+    """Return the file for the report, if `trainer-lib check` started this script: its first `fit` is then a check."""
+    path = os.environ.get(CHECK_REPORT)
+    return Path(path) if path else None
+
+
 def elastic_attempt() -> str | None:
     """The number of the restart under torch's elastic agent if it provides its store; otherwise `None`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -233,13 +265,26 @@ def elastic_attempt() -> str | None:
 def read_world() -> World | None:
     """Return the rank and world size that the launcher set, or `None` without a launcher.
 
-    torchrun's variables take precedence over SLURM's, and SLURM's over MPI's.
+    torchrun's variables take precedence over SLURM's, and SLURM's over MPI's, unless mpirun ran inside the SLURM job.
     """
-    return _torchrun_world(os.environ) or _slurm_world(os.environ) or _mpi_world(os.environ)
+    return launcher_variables.read_world(os.environ)
+
+
+def launcher_name(world: World | None) -> str | None:
+    """The program that started this process as a rank of a world; `None` without a launcher."""
+    if world is None or launched_by_fork():
+        return None if world is None else "notebook_launcher or debug_launcher"
+    is_ours = world.launcher == "torchrun" and expected_world_size() is not None
+    return "trainer-lib launch" if is_ours else world.launcher
+
+
+def refuse_contradicting_launchers() -> None:
+    """Raise if the variables of two launchers give this process different ranks or world sizes."""
+    launcher_variables.refuse_contradictions(os.environ)
 
 
 def job_end_time() -> float | None:
-    """When the scheduler ends this job, in seconds since 1970, if it sets a variable (SLURM 22.05 and later)."""
+    """When the scheduler ends this job, in seconds since 1970, if it sets a variable (SLURM 23.02 and later)."""
     end_time = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(end_time) if end_time.isdigit() and int(end_time) else None  # 0: a job without a limit
 
@@ -266,6 +311,16 @@ def set_variables(variables: Mapping[str, str]) -> None:
 def variable(name: str) -> str | None:
     """A variable of another package, such as a tracker's; `None` if it is empty or not set."""
     return os.environ.get(name) or None
+
+
+def settings_of_launchers() -> dict[str, str]:
+    """Return the variables that launchers, schedulers and torch's libraries read, without what might be a secret."""
+    names = [name for name in sorted(os.environ) if name in _WORLD_NAMES or name.startswith(_SETTING_PREFIXES)]
+    return {name: "(set, not shown)" if _SECRET.search(name) else _without_login(os.environ[name]) for name in names}
+
+
+def _without_login(value: str) -> str:
+    return re.sub(r"//[^/@\s]+@", "//(login)@", value)
 
 
 def with_defaults(variables: Mapping[str, str]) -> dict[str, str]:
@@ -326,117 +381,3 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
             os.environ.update(before)
 
     return wrapped
-
-
-def _torchrun_world(env: Mapping[str, str]) -> World | None:
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        if "LOCAL_RANK" in env and env["LOCAL_RANK"] != "-1":
-            raise ConfigurationError(
-                f"LOCAL_RANK={env['LOCAL_RANK']} is set but RANK and WORLD_SIZE are not. "
-                "Start with torchrun or `trainer-lib launch`, which set all three, or unset LOCAL_RANK."
-            )
-        return None
-    missing = [key for key in ("RANK", "WORLD_SIZE") if key not in env]
-    if missing:
-        raise ConfigurationError(
-            f"{missing[0]} is missing while {'WORLD_SIZE' if missing[0] == 'RANK' else 'RANK'} is set. "
-            "Set both (torchrun and `trainer-lib launch` do), or neither."
-        )
-    rank, size = _whole_number("RANK", env["RANK"]), _whole_number("WORLD_SIZE", env["WORLD_SIZE"])
-    local_size = _whole_number("LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE", str(size)))
-    local_rank = _whole_number("LOCAL_RANK", env.get("LOCAL_RANK", str(rank % max(local_size, 1))))
-    return _checked(World(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size, launcher="torchrun", **_master(env)
-    ))  # fmt: skip
-
-
-def _slurm_world(env: Mapping[str, str]) -> World | None:
-    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_SLURM_STEP or "SLURM_PROCID" not in env:
-        return None
-    size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    size = _whole_number(size_key, env.get(size_key, "1"))
-    if size == 1:
-        return None
-    master = _master(env)
-    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
-    if master["master_addr"] is None and nodes:
-        master["master_addr"] = first_slurm_node(nodes)
-    if master["master_port"] is None:
-        # All tasks of a job derive the same port, and two jobs on one node rarely derive the same.
-        master["master_port"] = 15000 + _whole_number("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0")) % 20000
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE"))
-    node = _whole_number("SLURM_NODEID", env.get("SLURM_NODEID", "0"))
-    return _checked(World(
-        rank=_whole_number("SLURM_PROCID", env["SLURM_PROCID"]),
-        size=size,
-        local_rank=_whole_number("SLURM_LOCALID", env.get("SLURM_LOCALID", "0")),
-        local_size=size if tasks is None else _tasks_of_node(tasks, node),
-        launcher="srun",
-        **master,
-    ))  # fmt: skip
-
-
-def _tasks_of_node(tasks: str, node: int) -> int:
-    """Return the number of tasks on a node, from SLURM's list for all nodes: "4,2" or "2(x3),1"."""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", tasks)
-    tasks_by_node = [int(count) for count, repeats in counts for _ in range(int(repeats or 1))]
-    if node >= len(tasks_by_node):
-        raise ConfigurationError(
-            f"SLURM_NODEID={node} is not among the nodes of SLURM_STEP_TASKS_PER_NODE={tasks!r}. Start the processes "
-            "with srun, which sets both."
-        )
-    return tasks_by_node[node]
-
-
-def first_slurm_node(nodes: str) -> str:
-    """Return the first host of a SLURM node list.
-
-    Example:
-        >>> first_slurm_node("gpu[07-09,12],login1")
-        'gpu07'
-    """
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to a comma outside of brackets
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else "")
-
-
-def _mpi_world(env: Mapping[str, str]) -> World | None:
-    for rank_key, size_key, local_rank_key, local_size_key in (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ):
-        if rank_key in env and size_key in env:
-            rank, size = _whole_number(rank_key, env[rank_key]), _whole_number(size_key, env[size_key])
-            if size == 1:
-                return None
-            return _checked(World(
-                rank=rank,
-                size=size,
-                local_rank=_whole_number(local_rank_key, env.get(local_rank_key, str(rank))),
-                local_size=_whole_number(local_size_key, env.get(local_size_key, str(size))),
-                launcher="mpirun",
-                **_master(env),
-            ))  # fmt: skip
-    return None
-
-
-def _master(env: Mapping[str, str]) -> dict[str, Any]:
-    port = env.get("MASTER_PORT")
-    return {
-        "master_addr": env.get("MASTER_ADDR"),
-        "master_port": None if port is None else _whole_number("MASTER_PORT", port),
-    }
-
-
-def _checked(world: World) -> World:
-    if not 0 <= world.rank < world.size:
-        raise ConfigurationError(f"Rank {world.rank} does not fit a world of {world.size} ({world.launcher}).")
-    return world
-
-
-def _whole_number(key: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigurationError(f"{key}={value!r} is not a whole number.") from None

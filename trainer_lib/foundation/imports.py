@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import operator
 import sys
@@ -38,9 +37,11 @@ def is_package_available(module: str, distribution: str | None = None) -> bool:
         return False
     if not is_importable or distribution is None:
         return is_importable
+    from importlib import metadata  # slower to import than the launcher's own modules
+
     try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return False
     return True
 
@@ -72,7 +73,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     if operation not in _COMPARISONS:
         raise ConfigurationError(f"Unknown comparison {operation!r}. Known: {', '.join(_COMPARISONS)}.")
     if isinstance(library_or_version, str):
-        library_or_version = parse(importlib.metadata.version(library_or_version))
+        from importlib import metadata
+
+        library_or_version = parse(metadata.version(library_or_version))
     return _COMPARISONS[operation](library_or_version, parse(requirement_version))
 
 

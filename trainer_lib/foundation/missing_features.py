@@ -33,7 +33,7 @@ def missing_class(name: str, feature: MissingFeature) -> type[Any]:
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         del cls, args, kwargs
-        raise _error(name, feature)
+        raise refusal(name, feature)
 
     return type(name, (), {"__new__": refuse, "__doc__": _description(feature)})
 
@@ -43,14 +43,15 @@ def missing_function(name: str, feature: MissingFeature) -> Callable[..., Any]:
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         del args, kwargs
-        raise _error(name, feature)
+        raise refusal(name, feature)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = _description(feature)
     return function
 
 
-def _error(name: str, feature: MissingFeature) -> UnsupportedError:
+def refusal(name: str, feature: MissingFeature) -> UnsupportedError:
+    """Return the error for a name, option or value that needs a feature which this version does not have."""
     return UnsupportedError(f"{name} needs {feature.name}, which this version does not have. {feature.instead}")
 
 
@@ -60,37 +61,26 @@ def _description(feature: MissingFeature) -> str:
 
 _TRAINED_HERE = "This version trains on one device, with DDP, or with FSDP2 (FullyShardedDataParallelPlugin)."
 
-BIG_MODELS = MissingFeature(
-    "models spread over several devices, the CPU and the disk",
-    "Load the model onto one device (load_checkpoint_in_model), or shard it for training with FSDP2 "
-    "(FullyShardedDataParallelPlugin).",
-)
-BITSANDBYTES = MissingFeature(
-    "quantization with bitsandbytes", "Quantize the model when you load it, such as with transformers or torchao."
-)
 DEEPSPEED = MissingFeature(
     "DeepSpeed",
     "FSDP2 (FullyShardedDataParallelPlugin) shards weights, gradients and optimizer states as ZeRO-3 does, with the "
     "optimizers and schedules of torch.",
+)
+DEEPSPEED_SEQUENCES = MissingFeature(
+    "DeepSpeed's loader of sequences",
+    "Sequence parallelism runs without it: use maybe_context_parallel around forward and backward, or a Trainer.",
 )
 FP8 = MissingFeature("fp8", "Train with mixed_precision='bf16'.")
 FSDP1_STEPS = MissingFeature(
     "Accelerate's separate steps of FSDP",
     "accelerator.prepare shards a model; accelerator.save_state, load_state and save_model write and read its weights.",
 )
-MERGED_WEIGHTS = MissingFeature(
-    "Accelerate's merging of FSDP's shards",
-    "`trainer-lib checkpoint consolidate` writes the whole weights of a sharded checkpoint.",
-)
 LAUNCHER_STEPS = MissingFeature(
     "Accelerate's separate steps of a launch", "Start scripts with `trainer-lib launch`, and see its options with -h."
 )
 MEGATRON_LM = MissingFeature("Megatron-LM", _TRAINED_HERE)
-PIPELINES = MissingFeature(
-    "pipelines for inference", "Run the model on each rank (split_between_processes shares data)."
-)
+PIPELINE_STEPS = MissingFeature("Accelerate's separate steps of a pipeline", "prepare_pippy does them all.")
 SAGEMAKER = MissingFeature("SageMaker's launcher", "Start `trainer-lib launch` on the machines.")
-TENSOR_PARALLELISM = MissingFeature("tensor and context parallelism", _TRAINED_HERE)
 TPU = MissingFeature("TPUs", "Train on GPUs or the CPU.")
 AIM = MissingFeature(
     "a tracker for Aim", "Its package writes without an error, and its own reader finds nothing: use another tracker."

@@ -5,9 +5,10 @@ import torch
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.precision_options import PRECISIONS, AutocastKwargs, GradScalerKwargs
-from trainer_lib.precision.autocast import Autocast, ScaledAutocast
+from trainer_lib.precision.autocast import Autocast
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.precision.bf16_true import TrueBfloat16
+from trainer_lib.precision.scaler import ScaledAutocast
 
 _logger = get_logger(__name__)
 

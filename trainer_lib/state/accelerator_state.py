@@ -1,16 +1,19 @@
 """Settings of the Accelerator (precision, compilation, sharding), on top of the rank and its device."""
 
 import gc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.missing_features import DEEPSPEED, missing_function
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import check_precision
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state.parallelism_resolution import Arrangement, arrange
 from trainer_lib.state.partial_state import PartialState
@@ -21,6 +24,8 @@ _HOW_TO_FREE = (
     "with other settings, delete the last reference to the first, or call `accelerator.free_memory()` on it "
     "(`trainer.accelerator.free_memory()` of a Trainer)."
 )
+# What code that runs on some ranks only needs; it outlives the settings.
+_OF_RANK = frozenset({"data_group", "first_readers", "group", "local_process_index", "num_processes", "process_index"})
 
 
 class AcceleratorState(ProcessControl):
@@ -31,7 +36,9 @@ class AcceleratorState(ProcessControl):
         cpu: Use the CPU even if there is an accelerator.
         dynamo_plugin: How models are compiled; by default the launcher's setting, or not at all.
         fsdp_plugin: How models are sharded; by default the launcher's setting, or not at all.
-        parallelism_config: How many ranks replicate a model, and how many share one copy.
+        torch_tp_plugin: How many ranks split each matrix; `parallelism_config` says the same.
+        parallelism_config: How many ranks replicate a model, share one copy, and split each matrix.
+        dynamo_backend: The backend that compiles models, instead of `dynamo_plugin`.
         **kwargs: The fields of `InitProcessGroupKwargs`.
     """
 
@@ -39,9 +46,10 @@ class AcceleratorState(ProcessControl):
     _living: ClassVar["WeakSet[AcceleratorState]"] = WeakSet()  # each Accelerator has one
 
     # Engines that this version does not have; scripts read these attributes.
-    deepspeed_plugin: None = None
-    megatron_lm_plugin: None = None
-    torch_tp_plugin: None = None
+    deepspeed_plugin: Any = None
+    megatron_lm_plugin: Any = None
+    get_deepspeed_plugin = staticmethod(missing_function("get_deepspeed_plugin", DEEPSPEED))
+    select_deepspeed_plugin = staticmethod(missing_function("select_deepspeed_plugin", DEEPSPEED))
 
     _arrangement: Arrangement
     _asked: tuple[Any, ...]
@@ -59,22 +67,23 @@ class AcceleratorState(ProcessControl):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: Any = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: Any = None,
         parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
+        *,
+        dynamo_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
         refuse_engines(
             deepspeed_plugin=deepspeed_plugin,
-            torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
         )
-        dynamo_plugin = compilation_plugin(None, dynamo_plugin)
+        dynamo_plugin = compilation_plugin(dynamo_backend, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
         precision = check_precision(mixed_precision or environment.mixed_precision_requested(), "precision")
-        asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config
+        asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config, torch_tp_plugin
         if _from_accelerator:
             if partial.has_left:  # by `end_training` of the Accelerator before
                 partial.join_again(cpu, **kwargs)
@@ -85,12 +94,17 @@ class AcceleratorState(ProcessControl):
             environment.refuse_unsupported_engines()
             dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
             dynamo_plugin.check_backend()
-            arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes)
+            arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes, torch_tp_plugin)
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
             self._environment = ExitStack()
             self._prepare_sharding(partial)
+            config = arrangement.parallelism_config
+            if config is None:
+                partial.share_batches(1)
+            else:
+                partial.share_batches(config.non_data_parallel_size, config.sizes["pp"])
             self._partial = partial
             self._replaceable = self._was_used = False
         elif mixed_precision is not None and check_precision(mixed_precision, "precision") != self._mixed_precision:
@@ -100,7 +114,10 @@ class AcceleratorState(ProcessControl):
             )
         else:
             self._refuse_late(
-                dynamo_plugin=dynamo_plugin, fsdp_plugin=fsdp_plugin, parallelism_config=parallelism_config
+                dynamo_plugin=dynamo_plugin,
+                fsdp_plugin=fsdp_plugin,
+                parallelism_config=parallelism_config,
+                torch_tp_plugin=torch_tp_plugin,
             )
         self._was_used |= _from_accelerator
         self._living.add(self)
@@ -131,9 +148,20 @@ class AcceleratorState(ProcessControl):
         return self.fsdp_plugin is not None
 
     @property
+    def fsdp_notes(self) -> Sequence[str]:
+        """What each option of FSDP1 became."""
+        return self._arrangement.notes
+
+    @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How many ranks replicate a model and how many share a copy; `None` if not set and models are not sharded."""
         return self._arrangement.parallelism_config
+
+    @property
+    def torch_tp_plugin(self) -> TorchTensorParallelPlugin | None:
+        """How matrices are split, in the form of an older option; `None` if they are not."""
+        config = self.parallelism_config
+        return None if config is None or not config.tp_enabled else TorchTensorParallelPlugin(config.sizes["tp"])
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -142,13 +170,19 @@ class AcceleratorState(ProcessControl):
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the world (or only `group`)."""
-        self._partial.destroy_process_group(group)
+        PartialState().destroy_process_group(group)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of `PartialState`, such as the device, the rank or the world size."""
         partial = self.__dict__.get("_partial")
+        if partial is None and name in _OF_RANK:
+            partial = PartialState()
         if partial is None or name.startswith("__"):
-            raise AttributeError(f"AcceleratorState has no attribute {name!r} yet. Call `AcceleratorState()` first.")
+            raise AttributeError(
+                f"`AcceleratorState` object has no attribute {name!r}. This happens if "
+                "`AcceleratorState._reset_state()` was called after the Accelerator was made. Make a new "
+                "`Accelerator`, or call `AcceleratorState()`."
+            )
         return getattr(partial, name)
 
     def __repr__(self) -> str:
@@ -182,7 +216,7 @@ class AcceleratorState(ProcessControl):
 
     def _refuse_late(self, **plugins: Any) -> None:
         for name, plugin in plugins.items():
-            if plugin is not None and plugin != getattr(self, name):
+            if plugin is not None and plugin != getattr(self, name) and plugin not in self._asked:
                 raise ConfigurationError(
                     f"{name}={plugin} came too late: this rank already has {getattr(self, name)}. {_HOW_TO_FREE}"
                 )
@@ -202,6 +236,6 @@ def refuse_engines(**plugins: Any) -> None:
     for name, plugin in plugins.items():
         if plugin is not None:
             raise UnsupportedError(
-                f"{name}={plugin!r} is not supported: this version trains on one device, with DDP or with FSDP2. "
-                "Leave it out."
+                f"{name}={plugin!r} is not supported: this version trains on one device, with DDP, with FSDP2 and with "
+                "tensor parallelism. Leave it out."
             )

@@ -15,7 +15,17 @@ from trainer_lib.state.gradient_state import GradientState
 
 Weight = float | Tensor
 
-_COUNTS = ("backwards", "micro_batch", "began", "size", "steps", "is_fresh", "_is_counted", "_backwards_before")
+_COUNTS = (
+    "backwards",
+    "micro_batch",
+    "micro_batches",
+    "began",
+    "steps",
+    "is_fresh",
+    "_is_counted",
+    "_backwards_before",
+)
+_EARLIER_NAMES = {"micro_batches": "size"}  # in checkpoints of earlier versions
 
 
 def nan_if_negative(weight: Tensor) -> Tensor:
@@ -75,12 +85,13 @@ class GradientWindow:
 
     Attributes:
         message: What ranks tell each other with the weights of the next update; `None`: nothing else.
+        is_local: Whether gradients, weights and the message stay on this rank: it is the only one, or they are not due.
     """
 
     def __init__(self, state: GradientState, num_ranks: int = 1) -> None:
         self.state = state
         self._num_ranks = num_ranks
-        self.is_alone = num_ranks == 1
+        self.is_local = num_ranks == 1
         self.waits_for_all = False  # only the end of the data of all ranks ends a window early, not that of this rank
         self.reset()
 
@@ -90,7 +101,7 @@ class GradientWindow:
         self.backwards = 0
         self.micro_batch = 0  # the number of the current micro-batch
         self.began = 0  # the number of the first micro-batch of its window
-        self.size = 1  # the micro-batches of its window so far
+        self.micro_batches = 1  # of its window so far
         self.steps = 1  # the divisor of each loss of its window
         self.is_fresh = True  # no window has gradients of an earlier micro-batch
         self._inside = False
@@ -112,7 +123,7 @@ class GradientWindow:
         """Restore the state from `state_dict`."""
         self.reset()
         for name in _COUNTS:
-            setattr(self, name, state[name])
+            setattr(self, name, state[_EARLIER_NAMES[name] if name not in state else name])
         self.state.sync_gradients = state["syncs"]
         for indices, size, began in state["windows"]:
             key = tuple(models[index] for index in indices)
@@ -142,7 +153,7 @@ class GradientWindow:
         )
         state.sync_gradients = last
         counts[models] = 0 if last else size
-        self.size, self.began = size, self._beginnings[models]
+        self.micro_batches, self.began = size, self._beginnings[models]
         self._inside = self._is_counted = True
         self._backwards_before = self.backwards
 
@@ -171,7 +182,7 @@ class GradientWindow:
         """Count a backward; outside of `accumulate` the script counts the micro-batches itself."""
         self.backwards += 1
         if not self._inside:
-            self.size, self.steps, self.is_fresh, self._is_counted = 1, self.state.num_steps, True, False
+            self.micro_batches, self.steps, self.is_fresh, self._is_counted = 1, self.state.num_steps, True, False
 
     def may_zero(self, stepped: bool, zeroes_first: bool, holds_gradients: bool) -> bool:
         """Whether an optimizer may zero its gradients now: not in the middle of their window.
@@ -188,7 +199,7 @@ class GradientWindow:
             return updates
         # The gradients of a complete window are dropped instead of a step.
         are_dropped = updates and not zeroes_first and self.backwards > self._backwards_before
-        return self.size == 1 or are_dropped
+        return self.micro_batches == 1 or are_dropped
 
     def share_of(self, optimizers: tuple[Hashable, ...]) -> Share | None:
         """Return the weight of the losses of `optimizers` so far; `None` if there were none."""
@@ -214,11 +225,11 @@ class GradientWindow:
         """Return the factor by which the gradients of `optimizer` have yet to be multiplied."""
         for optimizers, share in self._shares.items():
             if optimizer in optimizers:
-                if self.is_alone:
+                if self.is_local:
                     share.total = share.local
                 return share.factor()
         # Each loss was divided by the number of steps; a window ended by the end of the data has fewer micro-batches.
-        return self.steps / self.size if self._is_counted else 1.0
+        return self.steps / self.micro_batches if self._is_counted else 1.0
 
     def has_weights(self, optimizer: Hashable) -> bool:
         """Whether the gradients of `optimizer` come from weighted losses."""

@@ -3,8 +3,9 @@
 import torch
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.environment import World
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
+from trainer_lib.foundation.launcher_variables import World
+from trainer_lib.processes.numa_affinity import set_numa_affinity
 
 
 def choose_device(cpu: bool, world: World | None) -> torch.device:
@@ -21,9 +22,11 @@ def choose_device(cpu: bool, world: World | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current device of its type."""
+    """Make `device` the current device of its type, and use the cores near it if the launcher asks for that."""
     if device.type not in ("cpu", "mps", "meta") and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+        if device.type == "cuda" and environment.cpu_affinity_requested():
+            set_numa_affinity(device.index)
 
 
 def _requested_device(name: str) -> torch.device:

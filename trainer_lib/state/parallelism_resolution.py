@@ -1,30 +1,38 @@
 """How ranks replicate or shard models, resolved from the plugin, the mesh sizes and the launcher."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 
 
 class Arrangement(NamedTuple):
-    """How models are sharded (`None`: not at all), and the sizes of the mesh (`None`: not set)."""
+    """How models are sharded (`None`: not at all), the sizes of the mesh (`None`: not set), and notes for the user."""
 
     fsdp_plugin: FullyShardedDataParallelPlugin | None
     parallelism_config: ParallelismConfig | None
+    notes: Sequence[str] = ()
 
 
-def arrange(fsdp_plugin: Any, parallelism_config: Any, num_processes: int) -> Arrangement:
+def arrange(fsdp_plugin: Any, parallelism_config: Any, num_processes: int, tp_plugin: Any = None) -> Arrangement:
     """Return the arrangement given by the arguments, or else by the launcher's variables.
 
     Raises:
         ConfigurationError: If they contradict each other, or do not fit the number of ranks.
     """
-    _check_types(fsdp_plugin, parallelism_config)
+    _check_types(fsdp_plugin, parallelism_config, tp_plugin)
     plugin = fsdp_plugin or (FullyShardedDataParallelPlugin() if environment.uses_sharding() else None)
+    notes = () if plugin is None else plugin.notes
+    if plugin is not None and not plugin.shards:
+        plugin = None
     config = parallelism_config or (ParallelismConfig() if environment.uses_parallelism_config() else None)
+    if tp_plugin is not None:
+        config = _splitting(tp_plugin, parallelism_config, num_processes, shards=plugin is not None)
     if config is not None and config.total_size == 1:
         config = None  # a mesh of one rank is the default
     if config is not None:
@@ -32,10 +40,10 @@ def arrange(fsdp_plugin: Any, parallelism_config: Any, num_processes: int) -> Ar
         if config.dp_shard_enabled and plugin is None:
             plugin = FullyShardedDataParallelPlugin()
     if plugin is None:
-        return Arrangement(None, config)
+        return Arrangement(None, config, notes)
     if config is None:
         config = _sharding_all(plugin, num_processes)
-    elif not config.dp_shard_enabled:
+    elif config.shard_size == 1:
         raise ConfigurationError(
             f"ParallelismConfig(dp_replicate_size={config.dp_replicate_size}) keeps a whole model on each rank, and "
             "the FSDP plugin shards it. Set dp_shard_size too, or leave the plugin out."
@@ -45,7 +53,7 @@ def arrange(fsdp_plugin: Any, parallelism_config: Any, num_processes: int) -> Ar
             f"sharding_strategy={plugin.sharding_strategy!r} replicates over machines, and "
             f"ParallelismConfig(dp_shard_size={config.dp_shard_size}) does not. Set dp_replicate_size too."
         )
-    return Arrangement(plugin, config)
+    return Arrangement(plugin, config, notes)
 
 
 def _sharding_all(plugin: FullyShardedDataParallelPlugin, num_processes: int) -> ParallelismConfig:
@@ -61,10 +69,24 @@ def _sharding_all(plugin: FullyShardedDataParallelPlugin, num_processes: int) ->
     return ParallelismConfig(dp_replicate_size=num_processes // local, dp_shard_size=local)
 
 
-def _check_types(fsdp_plugin: Any, parallelism_config: Any) -> None:
+def _splitting(
+    plugin: TorchTensorParallelPlugin, config: ParallelismConfig | None, num_processes: int, shards: bool
+) -> ParallelismConfig:
+    if config is not None:
+        raise ConfigurationError(
+            f"torch_tp_plugin={plugin} and parallelism_config={config} both say how ranks are arranged. Leave "
+            "torch_tp_plugin out, and give ParallelismConfig(tp_size=…)."
+        )
+    rest = max(num_processes // plugin.tp_size, 1)
+    replicas, parts = (1, rest) if shards else (rest, 1)
+    return ParallelismConfig(replicas, parts, tp_size=plugin.tp_size)
+
+
+def _check_types(fsdp_plugin: Any, parallelism_config: Any, tp_plugin: Any) -> None:
     for name, value, kind in (
         ("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin),
         ("parallelism_config", parallelism_config, ParallelismConfig),
+        ("torch_tp_plugin", tp_plugin, TorchTensorParallelPlugin),
     ):
         if value is not None and not isinstance(value, kind):
             raise ConfigurationError(f"{name} must be a {kind.__name__} (got {shown(value)}).")

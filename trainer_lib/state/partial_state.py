@@ -13,6 +13,8 @@ from trainer_lib.process_group import LoneProcess, ProcessGroup
 from trainer_lib.state.devices import choose_device, use_device
 from trainer_lib.state.rank_control import ProcessControl
 
+_SCRIPT = "a process group of the script"
+
 
 class PartialState(ProcessControl):
     """The rank of this process, its world and its device. All instances share one state.
@@ -22,6 +24,9 @@ class PartialState(ProcessControl):
     Args:
         cpu: Use the CPU even if there is an accelerator.
         **kwargs: The fields of `InitProcessGroupKwargs`: `backend`, `init_method`, `timeout`.
+
+    Attributes:
+        launcher: The program that started this rank, such as "srun"; `None` without one.
 
     Example:
         >>> state = PartialState()
@@ -37,7 +42,11 @@ class PartialState(ProcessControl):
     debug: bool
     fork_launched: bool
     group: ProcessGroup
+    data_group: ProcessGroup
+    first_readers: range
+    _parts: list[range]
     has_left: bool
+    launcher: str | None
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -64,8 +73,31 @@ class PartialState(ProcessControl):
     def form_group(self) -> None:
         """Form a real process group of size 1, unless there is a group already."""
         if isinstance(self.group, LoneProcess):
-            self.group = process_group.form_alone(self.device, self._options)
+            self.group = self.data_group = process_group.form_alone(self.device, self._options)
             self.backend = self.group.backend
+
+    def share_batches(self, ranks: int, stages: int = 1) -> None:
+        """Let this many ranks read the same batches, as parts of one replica of a model. All ranks call it.
+
+        `data_group` is then the group of the ranks that read different batches and have the same place in a replica,
+        and `first_readers` are the first ranks of the replicas.
+
+        Args:
+            ranks: The ranks of a replica. They are neighbors, except those of different stages.
+            stages: How many of them hold different stages. All ranks of the first stage come before those of the next.
+        """
+        of_stage, neighbors = self.group.size // stages, ranks // stages
+        parts = [
+            range(first, stage + of_stage, neighbors)
+            for stage in range(0, self.group.size, of_stage)
+            for first in range(stage, stage + neighbors)
+        ]
+        self.first_readers = parts[0]
+        if ranks == 1:
+            self.data_group = self.group
+        elif self._parts != parts:
+            self.data_group = self.group.parts(parts)
+        self._parts = parts
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the world (or only `group`)."""
@@ -73,7 +105,7 @@ class PartialState(ProcessControl):
             torch.distributed.destroy_process_group(group)
         elif self.initialized:
             self.group.destroy()
-            self.group = LoneProcess()
+            self.group = self.data_group = LoneProcess()
             self.has_left = True
 
     def join_again(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -108,9 +140,10 @@ class PartialState(ProcessControl):
     _reset_state = reset  # its name in Accelerate
 
     def _start(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
-        world = environment.read_world()
+        world = process_group.requested_world()
         device = choose_device(cpu, world)
         use_device(device)
+        launcher = _SCRIPT if process_group.exists() else environment.launcher_name(world)
         adopted = process_group.adopted() if world is None else None
         if adopted is not None:
             group: ProcessGroup = adopted
@@ -118,16 +151,18 @@ class PartialState(ProcessControl):
             group = LoneProcess() if world is None else process_group.form(world, device, options)
         self.debug = environment.debug_mode()
         self.fork_launched = environment.launched_by_fork()
+        self.launcher = launcher
         self.device = device
         self.has_left = False
         self.num_processes = group.size
         self.process_index = group.rank
-        self.local_process_index = group.rank if world is None else world.local_rank
+        self.local_process_index = process_group.rank_on_machine(group) if world is None else world.local_rank
         self.backend = group.backend
         alone = isinstance(group, LoneProcess)
         self.distributed_type = DistributedType.NO if alone else DistributedType.of_device(device.type)
         self._options = options
-        self.group = group
+        self.group = self.data_group = group
+        self._parts, self.first_readers = [], range(group.size)
 
     def _check_same(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
         if cpu and self.device.type != "cpu":

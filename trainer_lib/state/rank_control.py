@@ -24,6 +24,7 @@ class ProcessControl:
     local_process_index: int
     num_processes: int
     group: ProcessGroup
+    data_group: ProcessGroup
 
     @property
     def use_distributed(self) -> bool:
@@ -80,9 +81,15 @@ class ProcessControl:
         """Decorate a function so that only the last rank runs it."""
         return self._gated(function, lambda: self.is_last_process)
 
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that only process `process_index` runs it."""
-        index = _required("process_index", process_index)
+    def on_process(
+        self,
+        function: Callable[..., Any] | None = None,
+        process_index: int | None = None,
+        *,
+        process_idx: int | None = None,
+    ) -> Any:
+        """Decorate a function so that only process `process_index` runs it (`process_idx`: its older name)."""
+        index = _required("process_index", process_idx if process_index is None else process_index)
         return self._gated(function, lambda: self.process_index == index)
 
     def on_local_process(
@@ -120,9 +127,10 @@ class ProcessControl:
 
     def _part_of(self, inputs: Any, apply_padding: bool) -> Any:
         total = _common_length(inputs)
-        share, rest = divmod(total, self.num_processes)
-        start = self.process_index * share + min(self.process_index, rest)
-        indices = list(range(start, start + share + (self.process_index < rest)))
+        rank = self.data_group.rank
+        share, rest = divmod(total, self.data_group.size)
+        start = rank * share + min(rank, rest)
+        indices = list(range(start, start + share + (rank < rest)))
         if apply_padding and total:
             indices += [total - 1] * (share + (rest > 0) - len(indices))
         if len(indices) == total:  # all of them, as they are

@@ -153,6 +153,21 @@ def resolve(wanted: Any, argument: str) -> list[str | GeneralTracker]:
     return resolved
 
 
+def check_options(options: Iterable[str], trackers: Sequence[str | GeneralTracker]) -> None:
+    """Warn about options of trackers that are not used, as scripts with a choice of trackers give them.
+
+    Raises:
+        ConfigurationError: If there is no tracker of a name.
+    """
+    used = names_of(trackers)
+    for name in options:
+        if name in used:
+            continue
+        if name not in known_names():
+            raise ConfigurationError(unknown("tracker in init_kwargs", name, {*used, *known_names()}))
+        _logger.warning_once("init_kwargs has options for the tracker %s, which is not used. They are left out.", name)
+
+
 def get_available_trackers() -> list[str]:
     """Return the names of the trackers whose packages are installed."""
     return [name for name in known_names() if _is_installed(name)]

@@ -15,8 +15,9 @@ from trainer_lib.tracking.delivery.plain_values import plain_settings, snapshot
 from trainer_lib.tracking.delivery.queue_worker import Patience, Worker
 from trainer_lib.tracking.delivery.sender import ChildDelivery, LocalDelivery, TrackerSpec
 from trainer_lib.tracking.delivery.spool import Spool
-from trainer_lib.tracking.registry import names_of, resolve, tracker_class
+from trainer_lib.tracking.registry import check_options, names_of, resolve, tracker_class
 from trainer_lib.tracking.secrets import masked
+from trainer_lib.tracking.table import table_of
 
 Isolation = Literal["auto", "thread", "process"]
 _ISOLATIONS = ("auto", "thread", "process")
@@ -79,11 +80,8 @@ class TrackerHandle(GeneralTracker):
         if not issubclass(self._kind, BuiltInTracker):
             content = {"table_name": table_name, "columns": columns, "data": data, "dataframe": dataframe}
         else:
-            if dataframe is not None:
-                columns, data = [str(name) for name in dataframe.columns], dataframe.to_numpy().tolist()
-            if columns is None or data is None:
-                raise ConfigurationError("log_table needs columns and data, or a dataframe.")
-            content = {"table_name": table_name, "columns": list(columns), "data": plain_settings(data)}
+            columns, data = table_of(columns, data, dataframe)
+            content = {"table_name": table_name, "columns": columns, "data": plain_settings(data)}
         self._put("table", content, step, kwargs)
 
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
@@ -202,9 +200,7 @@ class TrackerGroup:
         self._handles: list[TrackerHandle] = []
         trackers = resolve(wanted, argument)
         self._options = dict(options or {})
-        for name in self._options:
-            if name not in names_of(trackers):
-                raise ConfigurationError(unknown("tracker in init_kwargs", name, names_of(trackers)))
+        check_options(self._options, trackers)
         plans = [self._plan(tracker) for tracker in trackers]  # all are checked before the first starts
         is_main = is_main_process()
         for name, kind, delivery, header in plans:

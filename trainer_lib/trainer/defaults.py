@@ -12,7 +12,7 @@ from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.console import Printer
 from trainer_lib.callbacks.gc_interval import GarbageSchedule
 from trainer_lib.callbacks.learning_rate import LearningRateMonitor
-from trainer_lib.callbacks.progress import ProgressBar
+from trainer_lib.callbacks.progress_bar import ProgressBar
 from trainer_lib.callbacks.throughput import Throughput
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
@@ -148,7 +148,7 @@ def train_loader(trainer: TrainerInterface, dataset: Any) -> DataLoader[Any]:
     args = trainer.args
     return dataloaders.train_loader(
         dataset,
-        batch_size=args.train_batch_size_for(trainer.accelerator.num_processes),
+        batch_size=args.train_batch_size_for(trainer.accelerator.data_group.size),
         collate_fn=_collate_fn(trainer),
         processing_class=trainer.processing_class,
         shuffle=args.shuffle,
@@ -186,7 +186,7 @@ def _collate_fn(trainer: TrainerInterface) -> Any:
 def _reading(trainer: TrainerInterface) -> dict[str, Any]:
     args = trainer.args
     return {
-        "num_processes": trainer.accelerator.num_processes,
+        "num_processes": trainer.accelerator.data_group.size,
         "num_workers": args.num_workers,
         "pin_memory": args.pin_memory,
         "prefetch_factor": args.prefetch_factor,

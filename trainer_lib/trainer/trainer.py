@@ -21,7 +21,7 @@ from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.checkpoints.resume import checkpoint_at
+from trainer_lib.trainer.checkpoints.find_resume_point import checkpoint_at
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, missing_member
 from trainer_lib.trainer.data import validation_split
@@ -45,11 +45,10 @@ from trainer_lib.trainer.publish.publish_methods import PublishMethods
 from trainer_lib.trainer.publish.save_pretrained import read_arguments
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.deadline import AUTO
+from trainer_lib.trainer.safety.module_buffers import no_gradients_of
+from trainer_lib.trainer.tools import check_request
 from trainer_lib.trainer.tools.tool_methods import ToolMethods
 from trainer_lib.trainer.trainer_interface import TrainerParts
-
-if TYPE_CHECKING:
-    pass
 
 _logger = get_logger(__name__)
 
@@ -206,6 +205,7 @@ class Trainer(ToolMethods, PublishMethods):
                 `fit` returns the result instead.
             UnsavedError: If training ended and the last checkpoint could not be written.
         """
+        check_request.answer(self)
         return fit_run.fit(self, resume)
 
     @overridable
@@ -272,6 +272,12 @@ class Trainer(ToolMethods, PublishMethods):
             weight = guard.weigh(loss.new_zeros(()) if self.run.weighs_nothing else loss, weight, is_mean)
         is_only = len(self.run.optimizers) == 1 and optimizer is None
         optimizers = None if is_only else self._optimizers(optimizer)
+        # A rank without targets in its part of a sequence still has gradients of the other parts.
+        is_part = self.accelerator.sequence_split.ranks is not None
+        if not is_part and (not isinstance(weight, Tensor) or weight.is_cpu) and not weight:  # on a device nobody waits
+            with no_gradients_of(self.run.trained_parameters):  # a mean of nothing has gradients of NaN
+                self.accelerator.backward(loss, weight=weight, optimizer=optimizers, is_mean=is_mean)
+            return
         self.accelerator.backward(loss, weight=weight, optimizer=optimizers, is_mean=is_mean)
 
     @property

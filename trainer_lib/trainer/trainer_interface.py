@@ -1,5 +1,6 @@
 """What the rooms know of a `Trainer`: what it is given, what it is made of, and the methods that users override."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.batch_loss import BatchLoss
+from trainer_lib.trainer.losses.label_shift import LabelShift
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.metrics.running_means import RunningMeans
 from trainer_lib.trainer.prepared_models import PreparedModels
@@ -83,6 +85,11 @@ class TrainerInterface(Protocol):
     @property
     def unwrapped_model(self) -> nn.Module:
         """The user's model; the first if there are several."""
+        ...
+
+    @functools.cached_property
+    def label_shift(self) -> LabelShift:
+        """Whether the model compares each position with the label of the next."""
         ...
 
     def compute_loss(self, model: Any, batch: Any) -> Any:

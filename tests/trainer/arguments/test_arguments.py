@@ -19,7 +19,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
-from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.arguments.value_checks import amount, interval, reports, whole
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
@@ -271,7 +271,7 @@ def test_objects_are_stored_as_they_are() -> None:
         ("lr", 0.1, "Did you mean 'learning_rate'?"),
         ("batch_size", 4, "Did you mean 'per_device_train_batch_size'?"),
         ("fast_dev_run", True, "Did you mean 'dry_run'?"),
-        ("xyzzy", 1, "has no argument 'xyzzy' (given: 1). The nearest names are dry_run, "),
+        ("xyzzy", 1, "has no argument 'xyzzy' (given: 1). The nearest names are max_memory, dry_run, "),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(name: str, value: Any, message: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from trainer_lib.foundation.errors import MissingPackageError
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments.command_line import descriptions
-from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer_lib import TrainingArguments
-from trainer_lib.trainer.arguments.setting import OnResume, settings
+from trainer_lib.trainer.arguments.declaration import OnResume, settings
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -87,7 +87,7 @@ def test_no_good_checkpoint_is_deleted_for_it_and_it_is_never_the_best(
     assert len(warnings) == 3
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_resumes_from_the_newest_good_checkpoint(processes: int, tmp_path: Path) -> None:
     def body() -> list[list[int]]:
         broken(tmp_path, dies_at=9)

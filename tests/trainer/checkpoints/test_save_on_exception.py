@@ -76,7 +76,7 @@ def saved(folder: Path) -> list[int]:
 @pytest.mark.parametrize("kind", [RaisesOnce, StreamRaisesOnce])
 @pytest.mark.parametrize(
     ("read", "step"),
-    [(20, 2), (60, 7), (100, 12)],
+    [pytest.param(20, 2, marks=pytest.mark.slow), (60, 7), pytest.param(100, 12, marks=pytest.mark.slow)],
 )
 def test_a_dataset_that_raised_once_costs_no_update(kind: Any, read: int, step: int, tmp_path: Path) -> None:
     (tmp_path / "never").touch()
@@ -158,6 +158,7 @@ def test_on_exception_raise_saves_nothing(tmp_path: Path) -> None:
         assert saved(tmp_path / name) == []
 
 
+@pytest.mark.slow
 def test_ranks_that_all_raise_save_together_and_resume_bit_for_bit(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"per_device_train_batch_size": 4}
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError
-from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.checks import foreign_names
 
 MAKE: Any = Trainer

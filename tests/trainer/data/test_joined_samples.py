@@ -80,7 +80,7 @@ def one_big_batch(count: int, size: int) -> Gradients:
     return expected
 
 
-@pytest.mark.parametrize("collate", [concatenate, concatenate_in_one_row])
+@pytest.mark.parametrize("collate", [concatenate, pytest.param(concatenate_in_one_row, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [Listed, Streamed])
 @pytest.mark.parametrize(
     ("count", "processes"),

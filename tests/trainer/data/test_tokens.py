@@ -164,7 +164,7 @@ def test_intervals_in_tokens_fire_after_that_many_tokens(processes: int, tmp_pat
         }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_continues_the_count(processes: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_train_epochs": 3, "save_every": 2, "eval_every": "70 tokens"}
 

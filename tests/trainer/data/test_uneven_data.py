@@ -42,14 +42,23 @@ def _errors(*runs: tuple[Callable[[int], Any], dict[str, Any]]) -> list[tuple[st
 
 
 @pytest.mark.fault("data that end on one of two ranks")
-def test_a_stream_that_ends_on_one_rank_ends_the_run_on_all() -> None:
-    options: list[dict[str, Any]] = [{}, {"gradient_accumulation_steps": 3}, {"num_workers": 1}]
-    for ended, more in _errors(*[(lambda rank: UnevenStream(24 + 24 * rank), setting) for setting in options]):
-        for text in (ended, more):
-            assert "the training data has ended on 1 of 2 ranks and not on the others" in text
-            assert "is_split_between_processes = True" in text
-        assert "on this rank, 0, it has ended" in ended
-        assert "on this rank, 1, it has not" in more
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ({"gradient_accumulation_steps": 3}, {"num_workers": 1})
+        ),
+    ],
+)
+def test_a_stream_that_ends_on_one_rank_ends_the_run_on_all(options: dict[str, Any]) -> None:
+    ((ended, more),) = _errors((lambda rank: UnevenStream(24 + 24 * rank), options))
+    for text in (ended, more):
+        assert "the training data has ended on 1 of 2 ranks and not on the others" in text
+        assert "is_split_between_processes = True" in text
+    assert "on this rank, 0, it has ended" in ended
+    assert "on this rank, 1, it has not" in more
 
 
 def test_samplers_that_differ_are_an_error_before_the_first_step() -> None:

@@ -12,7 +12,7 @@ from tests.faults.test_stopping import Asks
 from tests.faults.trainings import Dies
 from tests.trainer.checkpoints.test_resume import outcome
 from tests.trainer.tasks import arguments, network, points, trainer
-from tests.worlds import run_world
+from tests.worlds import forget_world, run_world
 from trainer_lib import ConfigurationError, Interrupted, Trainer, TrainingArguments
 from trainer_lib.callbacks import Checkpoint, EarlyStopping
 from trainer_lib.events import Callback, Modifier, Run, trigger
@@ -211,7 +211,7 @@ def live(folder: Path, callback: Callback | None, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("at", [3, 4, 8, 10])
+@pytest.mark.parametrize("at", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 8, 10))])
 def test_a_killed_run_evaluates_what_it_would_have(tmp_path: Path, at: int, processes: int) -> None:
     every = {"dev": "16 samples" if processes == 1 else "32 samples", "test": "1 epoch"}
 
@@ -229,10 +229,16 @@ def test_a_killed_run_evaluates_what_it_would_have(tmp_path: Path, at: int, proc
         assert run_world(body, (tmp_path / "cut", False), 2) == whole
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return what a run without a break gives."""
+    forget_world()
+    return live(tmp_path_factory.mktemp("whole"), None)
+
+
 @pytest.mark.parametrize("event", ["on_step_end", "on_evaluate_begin"])
-@pytest.mark.parametrize("at", [4, 5, 10, 15])
-def test_a_signal_owes_the_sets_that_were_due(tmp_path: Path, at: int, event: str) -> None:
-    whole = live(tmp_path / "whole", None)
+@pytest.mark.parametrize("at", [5, 10, *(pytest.param(at, marks=pytest.mark.slow) for at in (4, 15))])
+def test_a_signal_owes_the_sets_that_were_due(tmp_path: Path, whole: list[Any], at: int, event: str) -> None:
     assert live(tmp_path / "cut", Asks(at, [(signal.SIGTERM, 0)], event)) == ["Interrupted"]
     assert live(tmp_path / "cut", None) == whole
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, LossResult, Trainer, TrainingArguments
-from trainer_lib.events import Callback, Run
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.state.accumulation_window import Share, nan_if_negative
 
@@ -149,6 +149,16 @@ class TaggerTrainer(Trainer):
         return tokens_loss(model(batch[0]), batch[1])
 
 
+class DividingTrainer(Trainer):
+    """Divides by the number of tokens itself: 0 / 0 where there are none, as are the gradients."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Tensor:
+        targets = batch[1].flatten()
+        losses = cross_entropy(model(batch[0]).flatten(0, -2), targets.clamp(min=0), reduction="none")
+        counts = targets != IGNORED
+        return (losses * counts).sum() / counts.sum()
+
+
 class SummingTrainer(Trainer):
     def compute_loss(self, model: Any, batch: Any) -> LossResult:
         outputs, targets = model(batch[0]), batch[1]
@@ -156,7 +166,14 @@ class SummingTrainer(Trainer):
         return LossResult(loss, weight=(targets != IGNORED).sum(), outputs=outputs)
 
 
-@pytest.mark.parametrize("kind", ["loss_fn", "mean", "sum"])
+class HearsLosses(Modifier):
+    """Has losses come as sums with weights."""
+
+    def on_loss(self, run: Run) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["loss_fn", "mean", "own mean", "own mean, listened to", "sum"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tokens_spread_over_micro_batches_and_processes(kind: str, processes: int) -> None:
     tokens, labels = sentences(21)
@@ -165,8 +182,9 @@ def test_tokens_spread_over_micro_batches_and_processes(kind: str, processes: in
         options = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=2)
         if kind == "loss_fn":
             return train(Trainer(Tagger(), options, train_dataset=(tokens, labels), loss_fn=tokens_loss))
-        cls = TaggerTrainer if kind == "mean" else SummingTrainer
-        return train(cls(Tagger(), options, train_dataset=(tokens, labels)))
+        cls = {"mean": TaggerTrainer, "sum": SummingTrainer}.get(kind, DividingTrainer)
+        callbacks = [HearsLosses()] if kind.endswith("listened to") else []
+        return train(cls(Tagger(), options, train_dataset=(tokens, labels), callbacks=callbacks))
 
     expected = big_batches(Tagger(), tokens, labels, 4 * processes)
     for actual in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:

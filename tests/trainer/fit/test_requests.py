@@ -68,8 +68,10 @@ def fitted(at: tuple[int, ...], event: str = "on_step_begin", **options: Any) ->
     return trainer.fit(), model, ends.notes
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "processes"),
+    [(0, 1), (0, 2), *(pytest.param(2, processes, marks=pytest.mark.slow) for processes in (1, 2))],
+)
 def test_an_epoch_ends_when_any_rank_asks(processes: int, workers: int) -> None:
     """The next one has the order it has anyway; an evaluation of each epoch comes at its end."""
 
@@ -104,7 +106,8 @@ def test_the_last_step_of_an_epoch_ends_it_once(processes: int) -> None:
         assert notes == [("epoch", epoch, epoch * steps) for epoch in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_stopped_where_an_epoch_was_ended_resumes_bitwise(processes: int, tmp_path: Path) -> None:
     def body() -> None:
         _, whole, _ = fitted((3,), output_dir=tmp_path / "whole", save_every="1 step", schedule_steps=9, max_steps=9)

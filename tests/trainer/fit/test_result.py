@@ -12,9 +12,9 @@ import torch
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib.events import Best, Modifier, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.runs.list_runs import glance
 from trainer_lib.runs.report.report_data import contents
 from trainer_lib.runs.report.report_page import find_runs
+from trainer_lib.runs.run_summary import summarize_run
 from trainer_lib.trainer.result import FitResult
 
 HISTORY = [
@@ -122,7 +122,7 @@ def test_a_run_that_went_on_tells_how_it_ended_before(tmp_path: Path) -> None:
     assert places["seconds"] == sorted(places["seconds"])
     assert run["arguments"]["warmup"] == "2"
     assert run["environment"]["torch"] == torch.__version__
-    assert glance(folder).status == "finished"
+    assert summarize_run(folder).status == "finished"
 
 
 def test_a_report_that_cannot_be_written_hurts_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

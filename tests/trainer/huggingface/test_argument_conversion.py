@@ -377,7 +377,8 @@ def test_only_arguments_of_transformers_are_taken() -> None:
 
 def test_what_the_constructor_there_fills_in_is_not_taken_for_given(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("accelerate")
-    with caplog.at_level(logging.WARNING, LOGGER):
+    # The constructor there has no progress bar where warnings are not shown.
+    with caplog.at_level(logging.WARNING, LOGGER), caplog.at_level(logging.WARNING, "transformers"):
         arguments = transformers.TrainingArguments(
             use_cpu=True, eval_strategy="steps", load_best_model_at_end=True, torch_compile=True
         )

@@ -56,7 +56,7 @@ class PulledPlug(Callback):
 
 
 @pytest.mark.filterwarnings(OLD_NAME)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_checkpoints_have_adapters_alone_and_go_on_to_the_bit(tmp_path: Path, processes: int) -> None:
     def run(folder: str, trained: Any, resume: str = "never", callbacks: Any = ()) -> Any:
         args = arguments(
@@ -117,6 +117,7 @@ def test_adapters_of_a_checkpoint_are_taken_up_by_the_same_model_only(tmp_path: 
             refused()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OLD_NAME)
 def test_sharded_ones_are_saved_as_a_whole_and_take_up_no_adapters_alone(tmp_path: Path) -> None:
     def run(folder: str, **options: Any) -> str:
@@ -228,6 +229,7 @@ class {kind}(evaluate.Metric):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OLD_NAME)
 def test_images_of_a_processor_are_learned_and_measured_by_other_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,7 @@ def test_the_first_batch_shows_whether_a_model_shifts_its_labels(name: str) -> N
     "name",
     ["BartForCausalLM", "XLNetLMHeadModel", "TrOCRForCausalLM", "BertGenerationDecoder", "GPT2LMHeadModel"],
 )
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_updates_equal_those_of_one_big_batch(name: str, processes: int) -> None:
     data = batches(14)
 

@@ -187,6 +187,7 @@ def test_a_checkpoint_holds_the_training_weights_and_resumes_bit_for_bit(kind: s
     assert_equal(parts, whole)
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
     for whole, parts in run_world(lambda: resumed_as("ScheduleFree", tmp_path, per_device_train_batch_size=4)):
         assert_equal(parts, whole)

@@ -91,6 +91,7 @@ def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(pr
     assert {entry["process"] for entry in entries} == set(range(processes))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("samples that raise, in a run that is interrupted and resumed")
 def test_a_resumed_run_leaves_out_the_same_to_the_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"on_bad_sample": "skip", "save_every": 3, "num_train_epochs": 3}
@@ -157,7 +158,8 @@ def test_a_killed_worker_is_named_wherever_training_is(is_reading: bool, monkeyp
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
     dataset, callbacks = (Killing(), []) if is_reading else (Samples(), [Kills()])
     args = arguments(shuffle=False, num_workers=2, prefetch_factor=4, per_device_train_batch_size=4)
-    with pytest.raises(RuntimeError, match="DataLoader worker") as raised:
+    # torch hears of the worker's end, or of the end of the connection over which it hands a batch.
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
         trainer(args, train_dataset=dataset, callbacks=callbacks).fit()
     notes = [note for note in raised.value.__notes__ if note.startswith("Worker 1 (pid ")]
     assert len(notes) == 1

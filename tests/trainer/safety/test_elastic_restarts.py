@@ -12,7 +12,7 @@ from tests.launched import run_launched
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, StateError, TrainingArguments
-from trainer_lib.trainer.arguments.setting import OnResume, settings
+from trainer_lib.trainer.arguments.declaration import OnResume, settings
 from trainer_lib.trainer.result import FitResult
 
 Layout = tuple[int, int, int]  # processes, the batch of each, and how many of them make an update

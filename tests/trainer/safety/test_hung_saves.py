@@ -68,7 +68,9 @@ def history(folder: Path) -> str:
 
 
 @pytest.mark.fault("a background save that hangs in a write while training continues")
-@pytest.mark.parametrize(("ranks", "hangs"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "hangs"), [pytest.param(1, 0, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)]
+)
 def test_training_goes_on_and_the_file_is_named(ranks: int, hangs: int, tmp_path: Path) -> None:
     def train() -> tuple[str, int, list[int]]:
         args = arguments(output_dir=tmp_path, max_steps=ENOUGH, save_every=ENOUGH, hang_timeout=TIMEOUT)
@@ -90,6 +92,7 @@ def test_training_goes_on_and_the_file_is_named(ranks: int, hangs: int, tmp_path
     assert '"not_saved"' in history(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.fault('a save in the background that hangs, with on_save_error="raise"')
 def test_a_run_may_end_for_it(tmp_path: Path) -> None:
     def train() -> str:
@@ -105,6 +108,7 @@ def test_a_run_may_end_for_it(tmp_path: Path) -> None:
     assert "checkpoint-00000003 hangs: for " in error
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a save in the background that hangs for a while")
 def test_one_that_moves_again_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -195,6 +199,7 @@ def test_all_ranks_do_the_same_about_a_save_that_ends_as_it_is_said_to_hang(tmp_
     assert run_forked(train, num_processes=2, timeout=60) == [[4, 12], [4, 12]]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("an upload in the background that hangs for a while")
 def test_an_upload_that_hangs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -89,7 +89,7 @@ def fitted(model: Hungry, dies_at: int | None = None, resume: str = "never", **o
 
 
 @pytest.mark.fault("out of memory at steps 1 and 7 on one of two ranks")
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int) -> None:
     options: dict[str, Any] = {"max_steps": 8}
     options |= {"global_batch_size": 16} if accumulation == 1 else {"gradient_accumulation_steps": accumulation}

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from trainer_lib.data_loader.worker_init import STACKS_SIGNAL
+from trainer_lib.data_loader.worker_process import STACKS_SIGNAL
 from trainer_lib.trainer.safety.thread_stacks import Stack, stacks_of_worker
 
 

@@ -66,6 +66,7 @@ def test_gradients_are_there_while_a_batch_is_computed_if_updates_have_several(o
     assert model.given == [8] * 4 + [16] * 4
 
 
+@pytest.mark.slow
 def test_processes_agree_on_what_fits_all() -> None:
     def find() -> Any:
         rank = PartialState(cpu=True).process_index

@@ -135,6 +135,7 @@ def fragile() -> Trainer:
     return Fragile(network(), arguments(num_train_epochs=1), train_dataset=points(), eval_dataset=points(16))
 
 
+@pytest.mark.slow
 def test_a_search_does_not_keep_its_trainer_alive() -> None:
     command = [sys.executable, "-c", SEARCHED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
@@ -177,6 +178,7 @@ def test_who_interrupts_a_trial_ends_the_search(monkeypatch: pytest.MonkeyPatch,
     assert model_trainer.state.status == "new"
 
 
+@pytest.mark.slow
 def test_processes_train_the_same_trials() -> None:
     def find() -> Any:
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -181,6 +181,7 @@ def test_objects_that_were_given_are_as_they_were(tool: str) -> None:
     assert same(run(tools()[tool]), run(lambda trainer: None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -211,6 +212,7 @@ def test_processes_leave_all_as_it_was(names: list[str], tmp_path: Path) -> None
     assert len(first) > 8
 
 
+@pytest.mark.slow
 def test_sharded_models_keep_their_shards() -> None:
     def train() -> list[Any]:
         outcomes: list[Any] = []

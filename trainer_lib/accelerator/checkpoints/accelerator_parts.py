@@ -1,12 +1,13 @@
 """The parts of an `Accelerator`'s checkpoint: models, optimizers, schedules, loaders, the window, generators."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer_lib.accelerator.checkpoints.derived_rng import DerivedGenerators
+from trainer_lib.accelerator.checkpoints.local_state import LocalState, averaged_state
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.format.layout import (
     CUSTOM_STATE_NAME,
@@ -40,76 +41,74 @@ def collect(engine: Engine, leads: bool, strict: bool = True, saved_by: Manifest
         strict: Whether the names of weights must equal those of the model.
         saved_by: The manifest of the checkpoint to load; `None` for a save.
     """
-    prepared, rank, shards = engine.prepared, engine.rank, engine.strategy.writes_shards
-    has_whole = engine.has_whole_tensors
+    rank = engine.rank
+    if saved_by is not None:
+        rank = engine.first_of_replica  # those of one replica continue alike, whatever they were at the save
     world = engine.world_size if saved_by is None else saved_by.world_size
     is_new = rank >= world
     # Each rank has files under its number; a rank that did not exist at the save reads those of rank 0.
     file_number = 0 if is_new else rank
-    parts: list[Part] = []
-    for index, model in enumerate(prepared.models):
-        state = _Model(engine, model, strict)
-        kind = partial(ShardedWeights, rank=rank, targets=state.state_dict) if shards else Weights
-        parts.append(kind(index=index, stateful=state, writes=leads and has_whole, reads=has_whole))
-    for index, optimizer in enumerate(prepared.optimizers):
-        state = _Optimizer(engine, optimizer)
-        kind = partial(ShardedOptimizer, rank=rank, targets=state.parameters) if shards else State
-        parts.append(
-            kind(
-                kind=OPTIMIZER_NAME,
-                index=index,
-                stateful=state,
-                writes=leads and has_whole,
-                reads=has_whole,
-                class_name=type(optimizer.optimizer).__name__,
-            )
-        )
-    parts += [
-        State(
-            kind=SCHEDULER_NAME,
-            index=index,
-            stateful=scheduler,
-            writes=leads,
-            class_name=type(scheduler.scheduler).__name__,
-        )
-        for index, scheduler in enumerate(prepared.schedulers)
-    ]
+    parts = [*_models(engine, leads, strict), *_optimizers(engine, leads), *_schedulers(engine, leads)]
     if engine.precision.scaler is not None:
         parts.append(State(kind=SCALER_NAME, stateful=engine.precision, writes=leads))
-    # All ranks have the same loader position, but a dataset's own state may differ between ranks.
-    parts += [
-        State(
-            kind=SAMPLER_NAME,
-            index=index,
-            stateful=loader,
-            file_name=f"{numbered(SAMPLER_NAME, index)}.process_{file_number}",
-        )
-        for index, loader in enumerate(prepared.dataloaders)
-    ]
-    parts += [
-        State(
-            kind=CUSTOM_STATE_NAME,
-            index=index,
-            stateful=custom_object,
-            writes=leads,
-            file_name=f"{CUSTOM_STATE_NAME}_{index}",
-        )
-        for index, custom_object in enumerate(prepared.custom_objects)
-    ]
-    # With another world size, all ranks read rank 0's window so that they agree on its position.
-    is_other_world = world != engine.world_size
-    parts.append(
-        State(
-            kind=ENGINE_NAME,
-            stateful=_Window(engine, is_other_world),
-            file_name=f"{ENGINE_NAME}.process_{0 if is_other_world else rank}",
-        )
-    )
+    parts += [*_loaders(engine, file_number), *_custom_objects(engine, leads), _window(engine, world)]
     generators = Generators(engine.device)
     if is_new and saved_by is not None:
         generators = DerivedGenerators(engine.device, rank, saved_by.backwards)
-    parts.append(State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{file_number}"))
-    return parts
+    return [*parts, State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{file_number}")]
+
+
+def _models(engine: Engine, leads: bool, strict: bool) -> Iterator[Part]:
+    has_whole = engine.has_whole_tensors
+    for index, model in enumerate(engine.prepared.models):
+        state = _Model(engine, model, strict)
+        shards = partial(ShardedWeights, rank=engine.rank, targets=state.state_dict)
+        kind = shards if engine.strategy.writes_shards else Weights
+        yield kind(index=index, stateful=state, writes=leads and has_whole, reads=has_whole)
+
+
+def _optimizers(engine: Engine, leads: bool) -> Iterator[Part]:
+    has_whole = engine.has_whole_tensors
+    for index, optimizer in enumerate(engine.prepared.optimizers):
+        state = _Optimizer(engine, optimizer)
+        shards = partial(ShardedOptimizer, rank=engine.rank, targets=state.parameters)
+        kind = shards if engine.strategy.writes_shards else State
+        yield kind(
+            kind=OPTIMIZER_NAME,
+            index=index,
+            stateful=state,
+            writes=leads and has_whole,
+            reads=has_whole,
+            class_name=type(optimizer.optimizer).__name__,
+        )
+
+
+def _schedulers(engine: Engine, leads: bool) -> Iterator[Part]:
+    for index, scheduler in enumerate(engine.prepared.schedulers):
+        name = type(scheduler.scheduler).__name__
+        yield State(kind=SCHEDULER_NAME, index=index, stateful=scheduler, writes=leads, class_name=name)
+
+
+def _loaders(engine: Engine, file_number: int) -> Iterator[Part]:
+    """Yield the loaders: all ranks have the same position, but a dataset's own state may differ between ranks."""
+    for index, loader in enumerate(engine.prepared.dataloaders):
+        file_name = f"{numbered(SAMPLER_NAME, index)}.process_{file_number}"
+        yield State(kind=SAMPLER_NAME, index=index, stateful=loader, file_name=file_name)
+
+
+def _custom_objects(engine: Engine, leads: bool) -> Iterator[Part]:
+    for index, custom in enumerate(engine.prepared.custom_objects):
+        name = f"{CUSTOM_STATE_NAME}_{index}"
+        yield State(kind=CUSTOM_STATE_NAME, index=index, stateful=custom, writes=leads, file_name=name)
+
+
+def _window(engine: Engine, world: int) -> Part:
+    """Return the window; with another world size, all ranks read rank 0's, so that they agree on its position."""
+    is_other_world = world != engine.world_size
+    number = 0 if is_other_world else engine.rank
+    return State(
+        kind=ENGINE_NAME, stateful=_Window(engine, is_other_world), file_name=f"{ENGINE_NAME}.process_{number}"
+    )
 
 
 class _Model:
@@ -117,8 +116,11 @@ class _Model:
 
     def __init__(self, engine: Engine, model: nn.Module, strict: bool) -> None:
         self._strategy, self._model, self._strict = engine.strategy, model, strict
+        self._trains_locally = engine.trains_locally
 
     def state_dict(self) -> dict[str, Any]:
+        if self._trains_locally:
+            return averaged_state(self._strategy, self._model)
         return self._strategy.model_state(self._model, whole=not self._strategy.writes_shards)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,6 +156,7 @@ class _Window:
     def __init__(self, engine: Engine, is_other_world: bool = False) -> None:
         self._engine, self._is_other_world = engine, is_other_world
         self._models = engine.bare_models()
+        self._local = LocalState(engine)
 
     def state_dict(self) -> dict[str, Any]:
         engine = self._engine
@@ -173,6 +176,7 @@ class _Window:
             "rounds": [optimizer.round_state() for optimizer in engine.prepared.optimizers],
             "gradients": gradients,
             "begins_anew": restarts,
+            **({"local": self._local.state_dict()} if engine.trains_locally else {}),
         }
 
     def _loses_gradients(self, optimizer: Any) -> bool:
@@ -184,11 +188,13 @@ class _Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
+        if engine.trains_locally and not self._is_other_world and "local" in state:
+            self._local.load_state_dict(state["local"])
         engine.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
         window = send_to_device(state["window"], engine.device)
         engine.window.load_state_dict(window, engine.prepared.models, engine.prepared.optimizers)
         restarts, gradients_by_optimizer = state["begins_anew"], state["gradients"]
-        if self._is_other_world:
+        if self._is_other_world or (engine.strategy.gathers_to_rank_zero and any(gradients_by_optimizer)):
             restarts = restarts or self._was_unfinished(state)
             gradients_by_optimizer = [{}] * len(gradients_by_optimizer)
         if restarts:

@@ -1,5 +1,6 @@
 """What saving and loading share: the rank that leads, the project's folder, hooks and facts, the background save."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,10 @@ from trainer_lib.options.project_options import ProjectConfiguration
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 Facts = Callable[[], Mapping[str, Any]]
+
+
+# The processes, by their id, and the folders that each saved weights to as pickles: it loads those without a word.
+_saved_as_pickles: set[tuple[int, str]] = set()
 
 
 class Checkpoints:
@@ -85,6 +90,16 @@ class Checkpoints:
                 "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True))."
             )
         return path_at(project.project_dir).resolve()
+
+
+def note_pickles(folder: AnyPath, are_pickles: bool) -> None:
+    """Note whether this process saved weights to a folder as pickles."""
+    (_saved_as_pickles.add if are_pickles else _saved_as_pickles.discard)((os.getpid(), str(folder.resolve())))
+
+
+def saved_pickles(folder: AnyPath) -> bool:
+    """Whether this process saved weights to a folder as pickles, and so trusts them."""
+    return (os.getpid(), str(folder.resolve())) in _saved_as_pickles
 
 
 def check_names(arguments: Mapping[str, Any], known: tuple[str, ...], verb: str) -> None:

@@ -2,14 +2,15 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer_lib.accelerator.checkpoints import accelerator_parts, third_party_state
-from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names
-from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, committed
+from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names, saved_pickles
+from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_number, committed
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.state_parts import (
     Part,
@@ -21,7 +22,9 @@ from trainer_lib.checkpointing.format.state_parts import (
 )
 from trainer_lib.checkpointing.load.fallback import OpenedCheckpoint, open_verified, set_aside
 from trainer_lib.checkpointing.load.find import find_state, newest_state
-from trainer_lib.checkpointing.save import retention
+from trainer_lib.checkpointing.storage.storage import storage_of
+from trainer_lib.checkpointing.third_party.imported_state import ImportedState
+from trainer_lib.checkpointing.third_party.third_party import library_of
 from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import (
@@ -47,23 +50,27 @@ def load(
     """Load a checkpoint for `load_state`."""
     engine, group = checkpoints.engine, checkpoints.engine.group
     options = _load_options(engine.device, load_kwargs, load_model_kwargs, allow_pickle, safe_serialization)
-    folder, (manifest, files) = _open_newest_undamaged(checkpoints, input_dir)
+    folder, opened = _open_newest_undamaged(checkpoints, input_dir)
+    manifest = opened.manifest
+    if saved_pickles(folder):
+        options = replace(options, safe_serialization=False)
     try:
         parts = accelerator_parts.collect(engine, checkpoints.leads, options.strict, manifest)
         with raise_on_all_ranks(group, "load_state", CheckpointError):
             check_counts(manifest.parts, third_party_state.required_parts(parts, manifest), str(folder))
             check_kinds(manifest.kinds, kinds_of(parts), str(folder))
+        third_party_state.report_left_out(manifest, folder)
         _warn_of_another_world_size(engine.world_size, manifest, folder)
         with raise_on_all_ranks(group, "load_state", CheckpointError):
-            _restore(checkpoints, parts, manifest, files.folder, options)
+            _restore(checkpoints, parts, opened, options)
     finally:
-        files.release()
+        opened.release()
     _continue_numbering(checkpoints, manifest)
 
 
 def _open_newest_undamaged(
     checkpoints: Checkpoints, input_dir: str | AnyPath | None
-) -> tuple[AnyPath, OpenedCheckpoint]:
+) -> tuple[AnyPath, OpenedCheckpoint | ImportedState]:
     """Return the checkpoint to load, with all checksums verified; by default the newest undamaged one."""
     group = checkpoints.engine.group
     # Ranks share the reading of a common folder; with one folder a machine, each rank reads all of it.
@@ -79,6 +86,10 @@ def _open_newest_undamaged(
             if damage:  # no undamaged checkpoint is left: say why
                 raise CheckpointError(" ".join([*damage, str(error)])) from error
             raise
+        if isinstance(folder, Path) and library_of(folder) is not None:
+            with_run = any(getattr(part, "is_run_state", False) for part in checkpoints.engine.prepared.custom_objects)
+            with raise_on_all_ranks(group, "load_state", CheckpointError):
+                return folder, ImportedState(folder, with_run)
         try:
             opened = open_verified(folder, group, "load_state", *readers)
         except DamagedError as error:
@@ -105,9 +116,9 @@ def _source(checkpoints: Checkpoints, input_dir: str | AnyPath | None) -> AnyPat
 
 
 def _restore(
-    checkpoints: Checkpoints, parts: list[Part], manifest: Manifest, folder: Path, options: StateOptions
+    checkpoints: Checkpoints, parts: list[Part], opened: OpenedCheckpoint | ImportedState, options: StateOptions
 ) -> None:
-    engine = checkpoints.engine
+    engine, manifest, folder = checkpoints.engine, opened.manifest, opened.folder
     models = list(engine.prepared.models)
     with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
         for hook in list(checkpoints.load_hooks.values()):
@@ -120,7 +131,7 @@ def _restore(
             third_party_state.warn_missing(part, manifest, folder)
             continue
         with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
-            state = part.read(folder, options)
+            state = opened.read(part, options)
             if manifest.origin is not None:
                 with _errors_name_part(part, folder):
                     state = third_party_state.translated(engine, part, state)
@@ -140,8 +151,7 @@ def _errors_name_part(part: Part, folder: AnyPath) -> Generator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         if isinstance(error, TrainerLibError):
             raise
-        name = getattr(part, "file_name", None) or part.name
-        raise CheckpointError(f"The {name} in {folder} cannot be loaded: {error!r}.") from error
+        raise CheckpointError(f"The {part.stem} in {folder} cannot be loaded: {error!r}.") from error
 
 
 def _warn_of_another_world_size(now: int, manifest: Manifest, folder: AnyPath) -> None:
@@ -163,8 +173,9 @@ def _continue_numbering(checkpoints: Checkpoints, manifest: Manifest) -> None:
     project = checkpoints.project
     if project.automatic_checkpoint_naming and project.project_dir is not None:
         # Number after the newest even if an older one was loaded, so that no checkpoint replaces another.
-        present = retention.automatic_states(checkpoints.project_folder("load_state") / AUTOMATIC_FOLDER)
-        project.iteration = max([-1 if manifest.iteration is None else manifest.iteration, *present]) + 1
+        folder = checkpoints.project_folder("load_state") / AUTOMATIC_FOLDER
+        numbers = [manifest.iteration, *(automatic_number(path.name) for path in storage_of(folder).states())]
+        project.iteration = max((number for number in numbers if number is not None), default=-1) + 1
 
 
 def _load_options(

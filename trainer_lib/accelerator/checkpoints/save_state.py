@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.accelerator.checkpoints import accelerator_parts
-from trainer_lib.accelerator.checkpoints.checkpoint_facts import make_manifest
-from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names
+from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names, note_pickles
+from trainer_lib.accelerator.checkpoints.save_layouts import OWN, layout_of
 from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_name, state_folder
-from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.state_parts import (
     Part,
     StateOptions,
@@ -42,27 +41,35 @@ def save(
     safe_serialization: bool,
     allow_pickle: bool,
     background: bool,
+    layout: str,
     save_model_kwargs: Mapping[str, Any],
 ) -> AnyPath:
     """Save a checkpoint for `save_state`, and return its folder."""
     engine, group = checkpoints.engine, checkpoints.engine.group
     check_names(save_model_kwargs, ("max_shard_size",), "save_state")
     options = StateOptions(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **save_model_kwargs)
-    if engine.strategy.writes_shards:
+    if engine.strategy.writes_shards and layout == OWN:
         _check_options_for_shards(checkpoints, safe_serialization, save_model_kwargs)
     automatic = output_dir is None
     operation = "save_state(background=True)" if background else "save_state"
     target = checkpoints.leaders_choice(lambda: _target(checkpoints, output_dir), operation)
+    save_layout = layout_of(layout, checkpoints, target, options, background, save_model_kwargs)
     parts = accelerator_parts.collect(engine, checkpoints.leads)
     clear_up = partial(_clear_up, checkpoints.leads, target.parent, checkpoints.project.total_limit)
     with ExitStack() as stack:
         saving = stack.enter_context(writer_for(target, group, checkpoints.leader))
         saving.finite.infinite_buffers = checkpoints.infinite_buffers
         with raise_on_all_ranks(group, "save_state", CheckpointError):
-            files = _files(checkpoints, parts, saving.folder, options)
-            manifest = make_manifest(checkpoints, parts, automatic)
+            states = _states(checkpoints, parts, saving.folder)
+            files = {
+                name: content
+                for part, state in states
+                for name, content in save_layout.files(part, state, options).items()
+            }
+            manifest: Any = save_layout.manifest(checkpoints, parts, automatic)  # on a disk, it may be None
             if background:
                 files = checkpoints.background.snapshots.take(files)
+        save_layout.write_shards(saving.folder, states)
         write = partial(_write, checkpoints.background, saving, files, manifest, clear_up if automatic else None)
         if background:
             group = checkpoints.background.group(group)
@@ -72,6 +79,7 @@ def save(
             )
         else:
             write(group)
+    note_pickles(target, not safe_serialization)
     if automatic:
         checkpoints.project.iteration += 1
     return target
@@ -121,8 +129,8 @@ def _check_url(checkpoints: Checkpoints, folder: AnyPath) -> AnyPath:
     return folder
 
 
-def _files(checkpoints: Checkpoints, parts: list[Part], folder: Path, options: StateOptions) -> dict[str, Content]:
-    """Run the save hooks, and return the files that this rank writes."""
+def _states(checkpoints: Checkpoints, parts: list[Part], folder: Path) -> list[tuple[Part, Any]]:
+    """Run the save hooks, and return the parts that are saved with their states."""
     engine = checkpoints.engine
     # States whose collection may need collectives come first: no rank can have failed at something else yet.
     states = {part.name: part.stateful.state_dict() for part in parts if part.kind in ("model", "optimizer")}
@@ -132,22 +140,23 @@ def _files(checkpoints: Checkpoints, parts: list[Part], folder: Path, options: S
     with raise_on_all_ranks(engine.group, "save_state", CheckpointError):
         for hook in list(checkpoints.save_hooks.values()):
             hook(list(engine.prepared.models), remaining, str(folder))
-    files: dict[str, Content] = {}
+    saved: list[tuple[Part, Any]] = []
     for position, state in enumerate(remaining):
         part = next((part for part in weights if states[part.name] is state), weights[position])
-        files |= part.files(state, options)
-    for part in parts:
-        if not isinstance(part, Weights):
-            state = states[part.name] if part.name in states else part.stateful.state_dict()
-            files |= part.files(state, options)
-    return files
+        saved.append((part, state))
+    saved += [
+        (part, states[part.name] if part.name in states else part.stateful.state_dict())
+        for part in parts
+        if not isinstance(part, Weights)
+    ]
+    return saved
 
 
 def _write(
     saves: BackgroundSaves,
     saving: CheckpointWriter | CheckpointUploader,
     files: Mapping[str, Content],
-    manifest: Manifest,
+    manifest: Any,
     clear_up: Callable[[], None] | None,
     group: ProcessGroup,
     mark_written: Callable[[], None] | None = None,

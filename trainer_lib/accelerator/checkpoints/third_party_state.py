@@ -1,6 +1,5 @@
 """Translate the states of another library's checkpoint for the objects prepared here."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,21 @@ from torch import Tensor, nn
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.format.layout import ENGINE_NAME, OPTIMIZER_NAME, SAMPLER_NAME, SCHEDULER_NAME
 from trainer_lib.checkpointing.format.manifest import Manifest
-from trainer_lib.checkpointing.format.state_parts import Part
+from trainer_lib.checkpointing.format.state_parts import Part, missing_weights
 from trainer_lib.checkpointing.third_party.third_party import TRAINER
+from trainer_lib.checkpointing.third_party.transformers_layout import NOT_DECAYED
+from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.strategies.optimizer_state_names import named_parameters, parameter_names
+from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
 
 _logger = get_logger(__name__)
 
 # Options of an optimizer's implementation: the script that creates the optimizer sets them, not a checkpoint.
 _IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-# Names of the parameters that transformers' Trainer excludes from weight decay, besides those of LayerNorm.
-_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 _SHOWN = 4
 
 
@@ -55,12 +55,26 @@ def required_parts(parts: Sequence[Part], manifest: Manifest) -> list[str]:
     return [
         part.name
         for part in parts
-        if part.kind not in left_out and (part.kind != SAMPLER_NAME or part.name in manifest.parts)
+        if part.kind not in left_out
+        and (part.kind not in (SAMPLER_NAME, SAFE_MODEL_NAME) or part.name in manifest.parts)
     ]
 
 
+def report_left_out(manifest: Manifest, folder: AnyPath) -> None:
+    """Log what is not read from a checkpoint of another library."""
+    left_out = {} if manifest.origin is None else manifest.origin["left_out"]
+    for name, reason in left_out.items():
+        _logger.info("From %s, without %s: %s.", folder, name, reason)
+
+
 def warn_missing(part: Part, manifest: Manifest, folder: Path) -> None:
-    """Warn that the checkpoint does not have a part, and why, if an import left it out."""
+    """Warn that the checkpoint does not have a part, and why, if an import left it out.
+
+    Raises:
+        CheckpointError: If the part is a model.
+    """
+    if part.kind == SAFE_MODEL_NAME:
+        raise missing_weights(folder, part.name)
     reason = "" if manifest.origin is None else manifest.origin["left_out"].get(part.kind, "")
     if manifest.origin is None or part.kind != ENGINE_NAME:
         suffix = f" ({reason})" if reason else ""
@@ -73,29 +87,35 @@ def warn_missing(part: Part, manifest: Manifest, folder: Path) -> None:
 def _optimizer_state(optimizer: Any, models: Sequence[nn.Module], imported: Mapping[str, Any]) -> dict[str, Any]:
     state = {key: value for key, value in imported.items() if key != "in_order_of"}
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(optimizer, models).items()}
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    if sorted(numbers) != list(range(len(shapes))):
+    saved = [key for group in state["param_groups"] for key in group["params"]]
+    if len(saved) != len(shapes):
         raise StateError(
-            f"The imported optimizer state has {len(numbers)} parameters, and this {type(optimizer).__name__} has "
+            f"The imported optimizer state has {len(saved)} parameters, and this {type(optimizer).__name__} has "
             f"{len(shapes)}. Create the same model, and freeze the same parameters, as in the original training."
         )
-    for names in _candidate_orders(optimizer, models, list(shapes), imported):
-        name_of = dict(zip(numbers, names, strict=True))
-        if all(_fits(state["state"].get(number, {}), shapes[name]) for number, name in name_of.items()):
+    for names in _candidate_orders(optimizer, models, list(shapes), imported, saved):
+        name_of = dict(zip(saved, names, strict=True))
+        if all(_fits(state["state"].get(key, {}), shapes[name]) for key, name in name_of.items()):
             break
     else:
         raise StateError(
-            f"The imported states of {len(numbers)} parameters fit the shapes of this {type(optimizer).__name__}'s "
+            f"The imported states of {len(saved)} parameters fit the shapes of this {type(optimizer).__name__}'s "
             "parameters in no known order. Create the optimizer for the same model, with the same parameter groups."
         )
-    by_name = {name_of[number]: values for number, values in state["state"].items()}
+    by_name = {name_of[key]: values for key, values in state["state"].items()}
     return {**state, "state": by_name, "param_groups": _groups(optimizer, models, state["param_groups"], name_of)}
 
 
 def _candidate_orders(
-    optimizer: Any, models: Sequence[nn.Module], flat: list[str], imported: Mapping[str, Any]
+    optimizer: Any, models: Sequence[nn.Module], flat: list[str], imported: Mapping[str, Any], saved: list[Any]
 ) -> Iterator[list[str]]:
-    """Yield the orders in which the other library may have numbered the parameters, the likeliest first."""
+    """Yield the names here of the saved parameters, in the orders that are possible, the likeliest first."""
+    if any(isinstance(key, str) for key in saved):  # FSDP saves names, and here those of several models have numbers
+        names = [canonical_name(str(key)) for key in saved]
+        prefixes = [prefix for prefix, _ in _prefixed(models)]
+        orders = [[f"{prefix}{name}" for name in names] for prefix in prefixes]
+        yield from (order for order in orders if set(order) == set(flat))
+        return
     of_models = [name for name in parameter_names(models).values() if name in set(flat)]
     decayed = {
         f"{prefix}{canonical_name(name)}" for prefix, model in _prefixed(models) for name in _decayed_names(model)
@@ -114,7 +134,7 @@ def _decayed_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, _ in model.named_parameters()
-        if not name.startswith(norms) and not _NOT_DECAYED.search(canonical_name(name).lower())
+        if not name.startswith(norms) and not NOT_DECAYED.search(canonical_name(name).lower())
     }
 
 
@@ -179,7 +199,7 @@ def _schedule_state(part: Part, state: Any) -> Any:
 
 
 def _loader_position(loader: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    batches = 0
+    batches = state.get("batches") or 0
     if state["part_of_pass"]:
         length = length_of(loader)
         if length is None:

@@ -22,6 +22,10 @@ AUTOMATIC_FOLDER = "checkpoints"  # in a project's folder
 
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 _NUMBERED = re.compile(r"checkpoint[-_]\d+(\.replaced)?")  # of a project, or of a run of a Trainer
+_OF_ACCELERATE = re.compile(
+    r"(optimizer|scheduler|sampler|dl_state_dict|custom_checkpoint|random_states|model|pytorch_model|"
+    r"pytorch_model_fsdp)(_\d+)?\.(bin|pkl|safetensors)|scaler\.pt|(pytorch_model_fsdp|optimizer)_\d+/.+"
+)
 _UNFINISHED = (".partial", ".deleted")  # of saves and deletions
 
 
@@ -71,6 +75,21 @@ def damaged_beside(folder: AnyPath) -> AnyPath:
     """Return an unused name for a damaged checkpoint: it is kept for inspection and never loaded."""
     names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged-{number}" for number in range(2, 1000))]
     return next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
+
+
+def is_of_accelerate(name: str) -> bool:
+    """Whether a file is one of a checkpoint of Accelerate, by its name.
+
+    Example:
+        >>> is_of_accelerate("optimizer_1.bin"), is_of_accelerate("vocab.txt")
+        (True, False)
+    """
+    return _OF_ACCELERATE.fullmatch(name) is not None
+
+
+def has_accelerates_layout(folder: Path) -> bool:
+    """Whether a folder is a checkpoint in the layout of Accelerate, which has no manifest."""
+    return not is_committed(folder) and (folder / f"{RNG_STATE_NAME}_0.pkl").is_file()
 
 
 def is_weights(name: str) -> bool:

@@ -13,12 +13,11 @@ from trainer_lib.checkpointing.format.layout import (
     is_committed,
 )
 from trainer_lib.checkpointing.format.manifest import Manifest
-from trainer_lib.checkpointing.format.state_codec import Encoded, decode
+from trainer_lib.checkpointing.format.plain_values import decode_plain
 from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files.file_contents import Json
 
 # The names of complete and of damaged checkpoints; those of running saves and deletions are left out.
 _NAME = re.compile(r"checkpoint[-_](\d+)(\.replaced)?")
@@ -87,6 +86,18 @@ def checkpoints_by_run(folder: AnyPath, may_be_empty: bool = False) -> list[list
             f"There is no checkpoint in {folder}. Give the folder of a checkpoint, of a run, or of runs."
         )
     return groups
+
+
+def newest_checkpoint(folder: AnyPath) -> CheckpointSummary:
+    """Return the newest of the checkpoints that `checkpoints_by_run` finds.
+
+    Raises:
+        CheckpointError: If there is none, or all were set aside as damaged.
+    """
+    present = [entry for group in checkpoints_by_run(folder) for entry in group if not entry.is_aside]
+    if not present:
+        raise CheckpointError(f"All checkpoints in {folder} were set aside as damaged.")
+    return max(reversed(present), key=lambda entry: entry.saved)  # of the same second, the later one
 
 
 def debris_in(folder: AnyPath) -> list[AnyPath]:
@@ -180,11 +191,13 @@ def _facts(folder: AnyPath, manifest: Manifest) -> Mapping[str, Any]:
     """Return the facts of the run, from the manifest; before format 3, from the saved state of the run."""
     if manifest.schema >= 3:
         return {name: getattr(manifest, name) for name in ("step", "run_id", "metrics", "best")}
+    from trainer_lib.tensor_files.file_contents import Json  # it needs torch
+
     for name in manifest.files:
         if name.startswith(CUSTOM_STATE_NAME) and name.endswith(".json"):
             tree = Json.read(folder / name)
             if isinstance(tree, dict) and {"run", "callbacks"} <= tree.keys():
-                run = decode(Encoded(tree["run"]))
+                run = decode_plain(tree["run"])
                 metrics = [entry["metrics"] for entry in run["checkpoints"] if entry["step"] == run["step"]]
                 return {**run, "metrics": metrics[-1] if metrics else {}}
     return {"step": manifest.step}

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
-from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
+from trainer_lib.checkpointing.format.plain_values import decode_plain
 from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
@@ -150,7 +150,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
     try:
         if schema < 3:
             content["backwards"] = content["step"]
-        content |= {name: decode(Encoded(content[name]), label=name) for name in _ENCODED if name in content}
+        content |= {name: decode_plain(content[name], name) for name in _ENCODED if name in content}
         manifest = Manifest(**content)
         _check_types(manifest)
         sizes_are_numbers = all(isinstance(facts["size"], int) for facts in manifest.files.values())
@@ -177,6 +177,8 @@ def check_reported(manifest: Manifest) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
+    from trainer_lib.checkpointing.format.state_codec import encode  # only writers need torch
+
     encoded = encode(value, label=name)
     if encoded.tensors:
         raise CheckpointError(f"{name} contains tensors or arrays: {', '.join(encoded.tensors)}. Give plain values.")

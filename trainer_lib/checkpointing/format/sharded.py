@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.checkpointing.format.state_parts import State, StateOptions, Weights, state_files
 from trainer_lib.tensor_files.file_contents import Content, Json
-from trainer_lib.tensor_files.shards import (
+from trainer_lib.tensor_files.rank_shards import (
     SHARDS_ENDING,
     Chunk,
     SavedTensor,
@@ -137,9 +137,9 @@ def _chunk(value: Any, rank: int) -> Chunk | None:
     """Return the part of a tensor that this rank writes; `None` if it writes none."""
     if not hasattr(value, "_local_tensor"):
         return Chunk(value, [0] * value.dim()) if rank == 0 else None
-    coordinates = value.device_mesh.get_coordinate()
-    # The first of several replicas writes.
-    if any(at and placement.is_replicate() for at, placement in zip(coordinates, value.placements, strict=True)):
+    mesh, places = value.device_mesh, zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+    # The first of several replicas writes: a mesh of some ranks holds what others hold too, unless rank 0 is in it.
+    if 0 not in mesh.mesh or any(at and placement.is_replicate() for at, placement in places):
         return None
     local = value._local_tensor.detach()
     return Chunk(local, _region(value)[1]) if local.numel() else None

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainer_lib.checkpointing.format.plain_values import DEFAULT_FACTORIES, PlainDecoder
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.safetensors import unsupported_reason
-
-_DEFAULT_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool, tuple)}
 
 # The states of torchao's optimizers: tensors made of other tensors. A name in a file imports no other class.
 _QUANTIZED = frozenset(
@@ -74,10 +73,7 @@ def decode(encoded: Encoded, allow_pickle: bool = False, label: str = "the state
     Raises:
         CheckpointError: If a value was pickled and `allow_pickle` is not set, or the tensors do not fit the tree.
     """
-    try:
-        return _Decoder(encoded.tensors, allow_pickle, label).value(encoded.tree, "")
-    except RecursionError as error:
-        raise CheckpointError(f"{label} is damaged: it is nested too deeply.") from error
+    return _Decoder(encoded.tensors, allow_pickle, label).decode(encoded.tree)
 
 
 class _Encoder:
@@ -93,7 +89,7 @@ class _Encoder:
         if kind in _JSON_TYPES or (kind is float and math.isfinite(value)):
             return value
         if kind in _SIMPLE:
-            tag, to_json, _ = _SIMPLE[kind]
+            tag, to_json = _SIMPLE[kind]
             return {tag: to_json(value)}
         if kind in _CONTAINERS:
             return self._container(value, path)
@@ -133,7 +129,7 @@ class _Encoder:
     def default_dict(self, values: Any, path: str) -> Any:
         factory = values.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
-        if factory is not None and _DEFAULT_FACTORIES.get(name or "") is not factory:
+        if factory is not None and DEFAULT_FACTORIES.get(name or "") is not factory:
             return self._pickled(values, path, f"is a defaultdict of {factory!r}")
         return {"$defaultdict": [name, self.pairs(values, path)]}
 
@@ -184,39 +180,14 @@ class _Encoder:
         return f"{self.label}[{path!r}]" if path else self.label
 
 
-class _Decoder:
+class _Decoder(PlainDecoder):
     def __init__(self, tensors: Mapping[str, Any], allow_pickle: bool, label: str) -> None:
+        super().__init__(label)
         self.tensors = tensors
         self.allow_pickle = allow_pickle
-        self.label = label
 
-    def value(self, tree: Any, path: str) -> Any:
-        if type(tree) is list:
-            return self.items(tree, path)
-        if type(tree) is not dict:
-            return tree
-        tag = next(iter(tree), "")
-        if not tag.startswith("$"):
-            return {key: self.value(branch, f"{path}.{key}" if path else key) for key, branch in tree.items()}
-        try:
-            return self._tagged(tag, tree, path)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{self._name(path)} is damaged: {error!r}.") from error
-
-    def items(self, trees: list[Any], path: str) -> list[Any]:
-        return [self.value(tree, f"{path}.{index}" if path else str(index)) for index, tree in enumerate(trees)]
-
-    def pairs(self, trees: list[Any], path: str) -> list[tuple[Any, Any]]:
-        return [(self.value(key, path), self.value(tree, f"{path}.{key}" if path else str(key))) for key, tree in trees]
-
-    def _tagged(self, tag: str, tree: dict[str, Any], path: str) -> Any:
+    def tagged(self, tag: str, tree: dict[str, Any], path: str) -> Any:
         content = tree[tag]
-        if tag in _SIMPLE_TAGS:
-            return _SIMPLE_TAGS[tag](content)
-        if tag in _CONTAINER_TAGS:
-            return _CONTAINER_TAGS[tag](self, content, path)
         if tag == "$tensor":
             return self._tensor(content, tree, path)
         if tag in ("$array", "$number"):
@@ -227,7 +198,7 @@ class _Decoder:
             return self._quantized(content, tree, path)
         if tag == "$pickle":
             return self._unpickled(content, path)
-        raise CheckpointError(f"{self._name(path)} has the type {tag!r}, which this version does not know.")
+        return super().tagged(tag, tree, path)
 
     def _tensor(self, name: str, facts: dict[str, Any], path: str) -> Any:
         tensor = self._stored_tensor(name, path)
@@ -237,57 +208,42 @@ class _Decoder:
 
     def _quantized(self, name: str, facts: dict[str, Any], path: str) -> Any:
         if name not in _QUANTIZED:
-            raise CheckpointError(f"{self._name(path)} is a {name}, which this version does not know.")
+            raise CheckpointError(f"{self.name(path)} is a {name}, which this version does not know.")
         module, _, kind = name.rpartition(".")
         try:
             cls: Any = getattr(import_module(module), kind)
         except ImportError as error:
-            raise CheckpointError(f"{self._name(path)} is a {name}: install torchao to load it.") from error
+            raise CheckpointError(f"{self.name(path)} is a {name}: install torchao to load it.") from error
         parts = {part: self.value(tree, f"{path}.{part}") for part, tree in facts["parts"].items()}
         size, stride = torch.Size(facts["size"]), tuple(facts["stride"])
         return cls.__tensor_unflatten__(parts, self.value(facts["context"], path), size, stride)
 
     def _stored_tensor(self, name: str, path: str) -> Any:
         if name not in self.tensors:
-            raise CheckpointError(f"{self._name(path)} is a tensor that is not in the file: {name!r}.")
+            raise CheckpointError(f"{self.name(path)} is a tensor that is not in the file: {name!r}.")
         return self.tensors[name]
 
     def _unpickled(self, content: str, path: str) -> Any:
         if not self.allow_pickle:
             raise CheckpointError(
-                f"{self._name(path)} was pickled when it was saved, and loading a pickle can run code. Give "
+                f"{self.name(path)} was pickled when it was saved, and loading a pickle can run code. Give "
                 "allow_pickle=True if you trust where this checkpoint comes from."
             )
         return pickle.loads(base64.b64decode(content))  # noqa: S301 - only with allow_pickle=True
 
-    def _name(self, path: str) -> str:
-        return f"{self.label}[{path!r}]" if path else self.label
-
-
-def _read_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is not a dtype")
-    return dtype
-
 
 _JSON_TYPES = frozenset({type(None), bool, int, str})
-# For each type: its tag, the function that makes it JSON, and the one that reads it.
-_SIMPLE: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: ("$float", repr, float),  # infinities and NaN
-    complex: ("$complex", repr, complex),
-    bytes: ("$bytes", lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    bytearray: (
-        "$bytearray",
-        lambda value: base64.b64encode(value).decode(),
-        lambda text: bytearray(base64.b64decode(text)),
-    ),
-    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch."), _read_dtype),
-    torch.device: ("$device", str, torch.device),
-    torch.Size: ("$size", list, torch.Size),
-    range: ("$range", lambda value: [value.start, value.stop, value.step], lambda values: range(*values)),
+# For each type: its tag, and the function that makes it JSON.
+_SIMPLE: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    float: ("$float", repr),  # infinities and NaN
+    complex: ("$complex", repr),
+    bytes: ("$bytes", lambda value: base64.b64encode(value).decode()),
+    bytearray: ("$bytearray", lambda value: base64.b64encode(value).decode()),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
+    torch.Size: ("$size", list),
+    range: ("$range", lambda value: [value.start, value.stop, value.step]),
 }
-_SIMPLE_TAGS = {tag: read for tag, _, read in _SIMPLE.values()}
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
     list: _Encoder.items,
     dict: _Encoder.mapping,
@@ -298,16 +254,4 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
     OrderedDict: lambda self, value, path: {"$ordered": self.pairs(value, path)},
     Counter: lambda self, value, path: {"$counter": self.pairs(value, path)},
     defaultdict: _Encoder.default_dict,
-}
-_CONTAINER_TAGS: dict[str, Callable[[_Decoder, Any, str], Any]] = {
-    "$dict": lambda self, content, path: dict(self.pairs(content, path)),
-    "$tuple": lambda self, content, path: tuple(self.items(content, path)),
-    "$set": lambda self, content, path: set(self.items(content, path)),
-    "$frozenset": lambda self, content, path: frozenset(self.items(content, path)),
-    "$deque": lambda self, content, path: deque(self.items(content[1], path), content[0]),
-    "$ordered": lambda self, content, path: OrderedDict(self.pairs(content, path)),
-    "$counter": lambda self, content, path: Counter(dict(self.pairs(content, path))),
-    "$defaultdict": lambda self, content, path: defaultdict(
-        content[0] and _DEFAULT_FACTORIES[content[0]], self.pairs(content[1], path)
-    ),
 }

@@ -15,9 +15,9 @@ from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.file_contents import Content, Json, Tensors
 from trainer_lib.tensor_files.load_tensors import load_tensors
-from trainer_lib.tensor_files.model_files import find_weights, read_weights, weight_files
-from trainer_lib.tensor_files.shards import SHARDS_ENDING, read_whole
+from trainer_lib.tensor_files.rank_shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
+from trainer_lib.tensor_files.weights_index import find_weights, read_weights, weight_files
 
 # The kinds of parts whose number must be the same when a checkpoint is loaded, and their names in messages.
 COUNTED = {
@@ -73,6 +73,7 @@ class Part(ABC):
         stateful: The object.
         index: Its index among the objects of its kind.
         writes: Whether this rank writes its files.
+        reads: Whether this rank reads the files; otherwise it gets the values from another rank.
         class_name: Its class, if only an object of the same class can load the state.
     """
 
@@ -80,12 +81,18 @@ class Part(ABC):
     stateful: Stateful
     index: int = 0
     writes: bool = True
+    reads: bool = True
     class_name: str | None = None
 
     @property
     def name(self) -> str:
-        """The stem of its files' names."""
+        """Its name in the manifest."""
         return numbered(self.kind, self.index)
+
+    @property
+    def stem(self) -> str:
+        """The stem of its files' names."""
+        return self.name
 
     @abstractmethod
     def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
@@ -106,78 +113,96 @@ class State(Part):
 
     Args:
         file_name: The stem of its files' names, if it is not the name of the part.
-        reads: Whether this rank reads the files; otherwise it gets the values from another rank.
     """
 
     file_name: str | None = None
-    reads: bool = True
+
+    @property
+    def stem(self) -> str:
+        """The stem of its files' names."""
+        return self.file_name or self.name
 
     def files(self, state: Any, options: StateOptions) -> dict[str, Content]:
         """Return a JSON file, and a file of tensors if there are any."""
-        return state_files(self.file_name or self.name, state, options) if self.writes else {}
+        return state_files(self.stem, state, options) if self.writes else {}
 
     def read(self, folder: Path, options: StateOptions) -> Any:
         """Read the JSON file and the tensors."""
-        return read_state(folder, self.file_name or self.name, options) if self.reads else {}
+        return read_state(folder, self.stem, options) if self.reads else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Part):
-    """A model: its tensors in Hugging Face's layout, and its extra state beside them.
-
-    Args:
-        reads: Whether this rank reads the files; otherwise it gets the values from another rank.
-    """
+    """A model: its tensors in Hugging Face's layout, and its extra state beside them."""
 
     kind: str = SAFE_MODEL_NAME
-    reads: bool = True
 
     @property
     def extra_name(self) -> str:
         """The stem of the files of extra state, which holds values that are not tensors."""
-        return f"{self.name}.extra"
+        return _extra_name(self.index)
 
     def files(self, state: Mapping[str, Any], options: StateOptions) -> dict[str, Content]:
         """Return the files of weights, and those of extra state if there is any."""
-        if not self.writes:
-            return {}
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        extra = {name: value for name, value in state.items() if name not in tensors}
-        files = weight_files(tensors, options.max_shard_size, self.index, options.safe_serialization)
-        return files | (state_files(self.extra_name, extra, options) if extra else {})
+        return model_files(self.index, state, options) if self.writes else {}
 
     def read(self, folder: Path, options: StateOptions) -> dict[str, Any]:
         """Read the weights and the extra state."""
         if not self.reads:
             return {}
-        shards = folder / f"{self.name}{SHARDS_ENDING}"
-        # A model that is not sharded reads all shards of one that was.
-        is_sharded = shards.is_dir()
-        tensors = (
-            read_whole(shards) if is_sharded else read_weights(self._weights_file(folder, options), options.device)
-        )
-        return {**tensors, **self.read_extra(folder, options)}
+        return read_model(folder, self.index, options)
 
     def read_extra(self, folder: Path, options: StateOptions) -> dict[str, Any]:
         """Return the extra state, if any was saved."""
-        has_extra = (folder / f"{self.extra_name}.json").is_file()
-        return read_state(folder, self.extra_name, options) if has_extra else {}
+        return _read_extra(folder, self.index, options)
 
-    def _weights_file(self, folder: Path, options: StateOptions) -> Path:
-        safe, pickled = (find_weights(folder, self.index, kind) for kind in (True, False))
-        if safe is not None:
-            return safe
-        if pickled is None:
-            raise CheckpointError(
-                f"{folder} has no weights of {self.name}: a save hook removed them. Register a hook with "
-                "register_load_state_pre_hook that loads the model and removes it from the list."
-            )
-        if options.safe_serialization:
-            raise CheckpointError(
-                f"The weights in {folder} were saved with safe_serialization=False, as a pickle. Call "
-                "load_state(…, safe_serialization=False) if you trust where they come from; only tensors are read."
-            )
-        return pickled
+
+def read_model(folder: Path, index: int, options: StateOptions) -> dict[str, Any]:
+    """Read the weights and the extra state of a model; shards that the ranks of a sharded model wrote are assembled."""
+    shards = folder / f"{numbered(SAFE_MODEL_NAME, index)}{SHARDS_ENDING}"
+    if shards.is_dir():
+        return {**read_whole(shards), **_read_extra(folder, index, options)}
+    weights = read_weights(_weights_file(folder, index, options), options.device)
+    return {**weights, **_read_extra(folder, index, options)}
+
+
+def _read_extra(folder: Path, index: int, options: StateOptions) -> dict[str, Any]:
+    has_extra = (folder / f"{_extra_name(index)}.json").is_file()
+    return read_state(folder, _extra_name(index), options) if has_extra else {}
+
+
+def _weights_file(folder: Path, index: int, options: StateOptions) -> Path:
+    safe, pickled = (find_weights(folder, index, kind) for kind in (True, False))
+    if safe is not None:
+        return safe
+    if pickled is None:
+        raise missing_weights(folder, numbered(SAFE_MODEL_NAME, index))
+    if options.safe_serialization:
+        raise CheckpointError(
+            f"The weights in {folder} were saved with safe_serialization=False, as a pickle. Call "
+            "load_state(…, safe_serialization=False) if you trust where they come from; only tensors are read."
+        )
+    return pickled
+
+
+def model_files(index: int, state: Mapping[str, Any], options: StateOptions) -> dict[str, Content]:
+    """Return the files of a model's weights, and those of its extra state if there is any."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    extra = {name: value for name, value in state.items() if name not in tensors}
+    files = weight_files(tensors, options.max_shard_size, index, options.safe_serialization)
+    return files | (state_files(_extra_name(index), extra, options) if extra else {})
+
+
+def _extra_name(index: int) -> str:
+    return f"{numbered(SAFE_MODEL_NAME, index)}.extra"
+
+
+def missing_weights(folder: Path, name: str) -> CheckpointError:
+    """Return the error for a model whose weights a checkpoint does not have."""
+    return CheckpointError(
+        f"{folder} has no weights of {name}: a save hook removed them. Register a hook with "
+        "register_load_state_pre_hook that loads the model and removes it from the list."
+    )
 
 
 def state_files(name: str, state: Any, options: StateOptions) -> dict[str, Content]:

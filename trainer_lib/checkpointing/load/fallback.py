@@ -1,9 +1,11 @@
 """Opening a checkpoint on all ranks with every byte verified, and setting aside a damaged one."""
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from trainer_lib.checkpointing.format.layout import damaged_beside
 from trainer_lib.checkpointing.format.manifest import Manifest
+from trainer_lib.checkpointing.format.state_parts import Part, StateOptions
 from trainer_lib.checkpointing.load.find import open_state
 from trainer_lib.checkpointing.load.local_files import LocalFiles, local_files
 from trainer_lib.checkpointing.storage.storage import storage_of
@@ -23,6 +25,19 @@ class OpenedCheckpoint(NamedTuple):
 
     manifest: Manifest
     files: LocalFiles
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+        return self.files.folder
+
+    def read(self, part: Part, options: StateOptions) -> Any:
+        """Return the state of a part that this rank loads."""
+        return part.read(self.files.folder, options)
+
+    def release(self) -> None:
+        """Delete what was copied."""
+        self.files.release()
 
 
 def open_verified(

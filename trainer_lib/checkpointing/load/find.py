@@ -8,27 +8,31 @@ from trainer_lib.checkpointing.format.layout import (
     checkpoint_path,
     committed,
     is_committed,
+    replaced_beside,
 )
 from trainer_lib.checkpointing.format.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.load.verification import check_bytes, check_sizes
 from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.checkpointing.third_party.third_party import advice, library_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, did_you_mean
 
 
 def find_state(path: str | AnyPath) -> AnyPath:
-    """Return the folder of the checkpoint at this path.
+    """Return the folder of the checkpoint at this path, of this library or of another one that it reads.
 
     Raises:
         CheckpointError: If there is no checkpoint, with those that exist beside it.
     """
+    from trainer_lib.checkpointing.third_party.third_party import library_of  # it needs torch
+
     folder = checkpoint_path(path).absolute()
     checkpoint = committed(folder)
     if checkpoint is not None:
         return checkpoint
     if not folder.exists():
+        if library_of(replaced_beside(folder)) is not None:
+            return replaced_beside(folder)
         raise CheckpointError(f"There is no checkpoint {folder}.{_alternatives(folder)}")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, and a checkpoint is a folder.{_alternatives(folder)}")
@@ -36,8 +40,8 @@ def find_state(path: str | AnyPath) -> AnyPath:
     if inside is not None:
         newest = list(automatic_states(inside).values())[-1]
         raise CheckpointError(f"{folder} is a folder of checkpoints, not a checkpoint. The newest in it is {newest}.")
-    if (library := library_of(folder)) is not None:
-        raise CheckpointError(advice(folder, library))
+    if library_of(folder) is not None:
+        return folder
     raise CheckpointError(
         f"{folder} has no {MANIFEST_NAME}: it is not a checkpoint, or its save was interrupted.{_alternatives(folder)}"
     )
@@ -53,8 +57,7 @@ def newest_state(project: AnyPath) -> AnyPath:
         CheckpointError: If there is no checkpoint.
     """
     folder = project / AUTOMATIC_FOLDER
-    named = [path for path in storage_of(folder).states() if automatic_number(path.name) is not None]
-    checkpoints = [path for path in named if library_of(path) is None]
+    checkpoints = [path for path in storage_of(folder).states() if automatic_number(path.name) is not None]
     if not checkpoints:
         raise CheckpointError(
             f"There is no checkpoint to load yet in {project / AUTOMATIC_FOLDER}. Call save_state first, or give the "

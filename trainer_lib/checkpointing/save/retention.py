@@ -1,10 +1,17 @@
 """Retention: which checkpoints of a project or a run stay, and deleting the others."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from trainer_lib.checkpointing.format.layout import automatic_name, automatic_number, committed, replaced_beside
+from trainer_lib.checkpointing.format.layout import (
+    automatic_name,
+    automatic_number,
+    committed,
+    has_accelerates_layout,
+    replaced_beside,
+)
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.checkpointing.load.verification import check_sizes
 from trainer_lib.checkpointing.storage.storage import storage_of
@@ -23,7 +30,11 @@ def automatic_states(folder: AnyPath) -> dict[int, AnyPath]:
     """Return the complete checkpoints under automatic naming by number, the oldest first."""
     numbers = {automatic_number(path.name) for path in storage_of(folder).states()} - {None}
     checkpoints = {number: folder / automatic_name(number) for number in sorted(n for n in numbers if n is not None)}
-    return {number: path for number, path in checkpoints.items() if committed(path) is not None}
+    return {number: path for number, path in checkpoints.items() if _is_complete(path)}
+
+
+def _is_complete(path: AnyPath) -> bool:
+    return committed(path) is not None or (isinstance(path, Path) and has_accelerates_layout(path))
 
 
 def delete_oldest(folder: AnyPath, keep: int) -> None:
@@ -54,6 +65,43 @@ def steps_at_intervals(checkpoints: Iterable[Mapping[str, Any]], every: Every) -
             reached = multiple
             kept.add(checkpoint["step"])
     return kept
+
+
+def steps_to_keep(
+    checkpoints: Sequence[Mapping[str, Any]],
+    keep_last: int | None,
+    keep_best: int,
+    keep_every: Every | None = None,
+    metric: str | None = None,
+    greater_is_better: bool = False,
+) -> set[int]:
+    """Return the steps of the checkpoints of a run to keep: the newest, the best, and those at an interval.
+
+    The newest and the best checkpoint are always kept. The newest one with NaN or Inf in its weights is kept too, for
+    debugging; it counts neither as new nor as good.
+
+    Args:
+        checkpoints: The step, metrics, epoch, samples and seconds of each checkpoint.
+        keep_last: The number of newest checkpoints to keep; `None` keeps all.
+        keep_best: The number of best checkpoints to keep.
+        keep_every: An interval at which checkpoints are kept.
+        metric: The metric to compare; `None` compares none.
+        greater_is_better: Whether higher values of `metric` are better.
+
+    Example:
+        >>> saved = [{"step": step, "metrics": {"eval_loss": loss}} for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2))]
+        >>> steps_to_keep(saved, keep_last=1, keep_best=1, metric="eval_loss")
+        {2, 3}
+    """
+    if keep_last is None:
+        return {checkpoint["step"] for checkpoint in checkpoints}
+    finite = [checkpoint for checkpoint in checkpoints if not checkpoint.get("nonfinite")]
+    steps = sorted(checkpoint["step"] for checkpoint in finite)
+    nonfinite = {checkpoint["step"] for checkpoint in checkpoints} - set(steps)
+    kept = {*steps[-keep_last:], *([max(nonfinite)] if nonfinite else [])}
+    if keep_every is not None:
+        kept |= steps_at_intervals(finite, keep_every)
+    return kept | set(_best_first(finite, metric, greater_is_better)[: max(keep_best, 1)])
 
 
 def delete_older(paths: Iterable[AnyPath], newest: AnyPath, run_id: str) -> None:
@@ -92,6 +140,16 @@ def delete_state(path: AnyPath) -> None:
 def delete_debris(folder: AnyPath) -> None:
     """Delete what interrupted saves and deletions left in a folder of checkpoints."""
     storage_of(folder).delete_debris()
+
+
+def _best_first(checkpoints: Iterable[Mapping[str, Any]], metric: str | None, greater_is_better: bool) -> list[int]:
+    """Return the steps of evaluated checkpoints, best first; among equal ones the older comes first."""
+    if metric is None:
+        return []
+    sign = -1 if greater_is_better else 1
+    values = {checkpoint["step"]: float(checkpoint["metrics"].get(metric, math.nan)) for checkpoint in checkpoints}
+    finite = (step for step, value in values.items() if math.isfinite(value))
+    return sorted(finite, key=lambda step: (sign * values[step], step))
 
 
 def _belongs_to_run(path: AnyPath, newest: AnyPath, run_id: str) -> bool:

@@ -15,7 +15,9 @@ from typing import Any
 from trainer_lib.checkpointing.format.layout import (
     MANIFEST_NAME,
     deleted_beside,
+    has_accelerates_layout,
     is_committed,
+    is_of_accelerate,
     partial_beside,
     replaced_beside,
 )
@@ -38,14 +40,16 @@ class CheckpointWriter:
         target: The folder of the checkpoint.
         group: The ranks that save.
         leader: The rank that creates and renames folders for this one: rank 0, or the first rank of its machine.
+        keeps_added_files: Whether files that you added to an older folder of this name stay.
 
     Attributes:
         folder: The partial folder that files are written to.
         finite: The tensors that are not finite; those of all ranks after `commit`.
     """
 
-    def __init__(self, target: Path, group: ProcessGroup, leader: int = 0) -> None:
+    def __init__(self, target: Path, group: ProcessGroup, leader: int = 0, keeps_added_files: bool = True) -> None:
         self.target = target
+        self._keeps_added_files = keeps_added_files
         self.folder = partial_beside(target)
         self._group = group
         self._leader = leader
@@ -88,8 +92,12 @@ class CheckpointWriter:
             self._written[name] = checksum
             self.finite.check(name, content)
 
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest and rename the folder, once all ranks have written their files."""
+    def commit(self, manifest: Manifest | None) -> None:
+        """Write the manifest and rename the folder, once all ranks have written their files.
+
+        Args:
+            manifest: The manifest; `None` for a checkpoint in the layout of another library, which has none.
+        """
         reports = gather_checked(self._group, (self._leader, self._written, self.finite), "save_state", CheckpointError)
         written = {
             name: checksum
@@ -105,12 +113,13 @@ class CheckpointWriter:
                 except OSError as error:
                     raise _cannot_write(self.target, error) from error
 
-    def _finish(self, manifest: Manifest, written: Mapping[str, str]) -> None:
+    def _finish(self, manifest: Manifest | None, written: Mapping[str, str]) -> None:
         files = self._all_files(written)
         self._link_added_files()
-        path = self.folder / MANIFEST_NAME
-        path.write_bytes(sealed(replace(manifest, files=files, versions=library_versions()).content()))
-        sync(path)
+        if manifest is not None:
+            path = self.folder / MANIFEST_NAME
+            path.write_bytes(sealed(replace(manifest, files=files, versions=library_versions()).content()))
+            sync(path)
         for folder, _, _ in os.walk(self.folder):
             sync(Path(folder))
         self._swap()
@@ -129,12 +138,14 @@ class CheckpointWriter:
 
     def _link_added_files(self) -> None:
         """Keep files that you added to the older folder of this name, such as a tokenizer, by linking them."""
-        if not self.target.is_dir():
+        if not self._keeps_added_files or not self.target.is_dir():
             return
         saved = {*self._older_manifest().files, MANIFEST_NAME} if is_committed(self.target) else set[str]()
+        is_of_library = is_of_accelerate if has_accelerates_layout(self.target) else saved.__contains__
 
         def ignore(folder: str, names: list[str]) -> set[str]:
-            return {name for name in names if Path(folder, name).relative_to(self.target).as_posix() in saved}
+            paths = {name: Path(folder, name).relative_to(self.target).as_posix() for name in names}
+            return {name for name, path in paths.items() if path in saved or is_of_library(path)}
 
         shutil.copytree(self.target, self.folder, ignore=ignore, copy_function=_link, symlinks=True, dirs_exist_ok=True)
 
@@ -151,7 +162,7 @@ class CheckpointWriter:
         replaced, deleted = replaced_beside(self.target), deleted_beside(self.target)
         if self.target.exists():
             # An incomplete folder must not overwrite a complete checkpoint that an interrupted rename left beside it.
-            aside = replaced if is_committed(self.target) else deleted
+            aside = replaced if is_committed(self.target) or has_accelerates_layout(self.target) else deleted
             remove(aside)
             self.target.rename(aside)
         self.folder.rename(self.target)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from trainer_lib.foundation import environment
 from trainer_lib.tracking.adapters.vendor import VendorTracker, images_by_name
 from trainer_lib.tracking.base import on_main_process
+from trainer_lib.tracking.table import table_of
 
 _SERIES = ("eval", "test", "train")
 _DEFAULTS = {"auto_connect_frameworks": False, "auto_connect_arg_parser": False, "auto_resource_monitoring": False}
@@ -79,9 +80,16 @@ class ClearMLTracker(VendorTracker):
 
     @on_main_process
     def log_table(
-        self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Log a table."""
+        """Log a table: rows with column names, or a data frame."""
+        columns, data = table_of(columns, data, dataframe)
         title, series = _title_and_series(table_name)
         self.task.get_logger().report_table(title, series, iteration=step, table_plot=[columns, *data], **kwargs)
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from trainer_lib.foundation import environment
 from trainer_lib.tracking.adapters.vendor import VendorTracker, make_folder
 from trainer_lib.tracking.base import Point, on_main_process
+from trainer_lib.tracking.table import table_of
 
 
 class WandBTracker(VendorTracker):
@@ -72,9 +73,16 @@ class WandBTracker(VendorTracker):
 
     @on_main_process
     def log_table(
-        self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Log a table."""
+        """Log a table: rows with column names, or a data frame."""
+        columns, data = table_of(columns, data, dataframe)
         self.run.log({table_name: self.vendor.Table(columns=columns, data=data, **kwargs)}, step=step)
 
     @on_main_process

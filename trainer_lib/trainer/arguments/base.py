@@ -10,7 +10,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
-from trainer_lib.trainer.arguments.setting import check_values
+from trainer_lib.trainer.arguments.declaration import check_values
 from trainer_lib.trainer.arguments.unknown_names import check_names
 
 _logger = get_logger(__name__)

@@ -8,13 +8,13 @@ import types
 import typing
 from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Union, cast
+from typing import Any, NoReturn, Union, cast
 
 import yaml
 
-from trainer_lib.foundation.errors import TrainerLibError
+from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError
 from trainer_lib.foundation.imports import require
-from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.type_hints import choices, field_types, has_fields, members
 from trainer_lib.trainer.arguments.unknown_names import check_names
 from trainer_lib.trainer.arguments.yaml_json import from_plain, read_values
@@ -26,18 +26,44 @@ _ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8,}.+)*)", re.MULTILINE)
 
 
 def parse(cls: type[Any], argv: Sequence[str] | None, defaults: Mapping[str, Any]) -> Any:
-    """Return an object of `cls` with the arguments given on the command line."""
+    """Return an object of `cls` with the arguments given on the command line; a wrong one ends the program."""
     parser = _parser(cls, defaults)
-    words = _normalize(list(sys.argv[1:] if argv is None else argv), _flags(cls))
     try:
-        _check_options(cls, words)
-        options = parser.parse_args(words, defaults=False).as_dict()
-        values = dict(defaults)
-        for file in options.pop("config", None) or []:
-            values |= read_values(file)[0]
-        return cls(**from_plain(cls, values | options))
+        return _parsed(cls, parser, sys.argv[1:] if argv is None else argv, defaults)
     except TrainerLibError as error:
         cast("ArgumentParser", parser).error(str(error))
+
+
+def read(cls: type[Any], argv: Sequence[str], defaults: Mapping[str, Any]) -> Any:
+    """Return an object of `cls` with the arguments given on the command line.
+
+    Raises:
+        ConfigurationError: For an argument that is unknown or wrong.
+    """
+    parser = _parser(cls, defaults)
+    parser.error = _raise
+    return _parsed(cls, parser, argv, defaults)
+
+
+def _parsed(cls: type[Any], parser: Any, argv: Sequence[str], defaults: Mapping[str, Any]) -> Any:
+    words = _normalize(list(argv), _flags(cls))
+    _check_options(cls, words)
+    options = parser.parse_args(words, defaults=False).as_dict()
+    values, places = dict(defaults), dict[str, str]()
+    for file in options.pop("config", None) or []:
+        of_file, lines = read_values(file)
+        values |= of_file
+        places |= {name: f"{file}, line {line}" for name, line in lines.items()}
+    try:
+        return cls(**from_plain(cls, values | options))
+    except TrainerLibError as error:
+        named = (name for name in re.findall(r"\w+", str(error)) if name in places and name not in options)
+        place = places.get(next(named, ""))
+        raise type(error)(f"{place}: {error}" if place else str(error)) from error
+
+
+def _raise(message: str, error: Exception | None = None) -> NoReturn:
+    raise ConfigurationError(message) from error
 
 
 def _parser(cls: type[Any], defaults: Mapping[str, Any]) -> Any:
@@ -107,8 +133,8 @@ def _normalize(words: list[str], flags: Iterable[str]) -> list[str]:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
-            is_alone = not equals and (index + 1 == len(words) or words[index + 1].startswith("--"))
-            word = f"{name}=true" if is_alone and name[2:] in known else f"{name}{equals}{value}"
+            has_no_value = not equals and (index + 1 == len(words) or words[index + 1].startswith("--"))
+            word = f"{name}=true" if has_no_value and name[2:] in known else f"{name}{equals}{value}"
         normalized.append(word)
     return normalized
 

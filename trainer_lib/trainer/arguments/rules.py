@@ -211,6 +211,39 @@ def _splitting(per_device_train_batch_size: int | str, fsdp: Any, sync_batchnorm
 
 
 @_rule
+def _local_training(
+    local_sgd_steps: int | None,
+    outer_learning_rate: float | None,
+    outer_momentum: float | None,
+    per_device_train_batch_size: int | str,
+    on_nonfinite: str,
+    fsdp: Any,
+) -> None:
+    if local_sgd_steps is None and outer_learning_rate is not None:
+        raise ConfigurationError(
+            f"outer_learning_rate={outer_learning_rate} has no effect without local_sgd_steps. Give local_sgd_steps."
+        )
+    if outer_learning_rate is None and outer_momentum is not None:
+        raise ConfigurationError(
+            f"outer_momentum={outer_momentum} has no effect without outer_learning_rate. Give outer_learning_rate."
+        )
+    if outer_momentum is not None and outer_momentum >= 1:
+        raise ConfigurationError(f"outer_momentum must be less than 1 (got {outer_momentum}), such as 0.9.")
+    if local_sgd_steps is None:
+        return
+    for setting, reason in (
+        (per_device_train_batch_size == checks.AUTO and 'per_device_train_batch_size="auto"', "splits batches"),
+        (on_nonfinite == "rewind" and 'on_nonfinite="rewind"', "goes back"),
+        (fsdp and "fsdp", "computes"),
+    ):
+        if setting:
+            raise ConfigurationError(
+                f"local_sgd_steps={local_sgd_steps} lets each rank train by itself, and {setting} {reason} together "
+                "with the other ranks. Give one of them."
+            )
+
+
+@_rule
 def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
     if not fsdp:
         return
@@ -222,6 +255,20 @@ def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
         raise ConfigurationError(
             "gradient_checkpointing=True and fsdp.activation_checkpointing=True set the same thing. Give one of them."
         )
+
+
+@_rule
+def _device_map(device_map: Any, max_memory: Any, offload_folder: str | None, fsdp: Any, parallelism: Any) -> None:
+    if device_map is not None:
+        for name, value in (("fsdp", fsdp), ("parallelism", parallelism)):
+            if value:
+                raise ConfigurationError(
+                    f"device_map and {name} are both given: a device map is for one process. Give one of them."
+                )
+    if max_memory is not None and not isinstance(device_map, str):
+        raise ConfigurationError('max_memory has no effect unless device_map is inferred. Give device_map="auto".')
+    if offload_folder is not None and device_map is None:
+        raise ConfigurationError('offload_folder has no effect without device_map. Give device_map="auto".')
 
 
 @_rule

@@ -18,8 +18,8 @@ from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.processes.exit_codes import STOP_SIGNALS
 from trainer_lib.trainer.arguments import value_checks as checks
 from trainer_lib.trainer.arguments.base import ArgumentsBase
+from trainer_lib.trainer.arguments.declaration import OnResume, documented, setting
 from trainer_lib.trainer.arguments.rules import check_rules
-from trainer_lib.trainer.arguments.setting import OnResume, documented, setting
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 
 _logger = get_logger(__name__)
@@ -238,6 +238,22 @@ class TrainingArguments(ArgumentsBase):
     gradient_checkpointing: bool = setting(
         DEVICES, False, "Recompute activations in the backward pass instead of storing them."
     )
+    device_map: str | Mapping[str, int | str] | None = setting(
+        DEVICES,
+        None,
+        'Spread the model over the devices of one process, to evaluate and predict with it: "auto", "balanced", '
+        '"balanced_low_0" or "sequential", or the device of each module by name.',
+        check=checks.device_map,
+    )
+    max_memory: Mapping[int | str, int | str] | None = setting(
+        DEVICES,
+        None,
+        'With `device_map` by a name: how much of each device the model may use, such as {0: "10GB", "cpu": "30GB"}.',
+        check=checks.memory_limits,
+    )
+    offload_folder: str | os.PathLike[str] | None = setting(
+        DEVICES, None, "With `device_map`: the folder for weights that are kept on the disk.", check=checks.path
+    )
     fsdp: bool | FullyShardedDataParallelPlugin | None = setting(
         DEVICES, None, "Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.", check=checks.sharding
     )
@@ -246,6 +262,26 @@ class TrainingArguments(ArgumentsBase):
     )
     ddp: DistributedDataParallelKwargs | None = setting(
         DEVICES, None, "Options of DDP, as `DistributedDataParallelKwargs`."
+    )
+    local_sgd_steps: int | None = setting(
+        DEVICES,
+        None,
+        "Optimizer steps that each rank makes by itself, without reducing gradients, before the ranks average their "
+        "weights; `None` reduces gradients in each step.",
+        check=checks.whole(hint=" To reduce gradients in each step, leave it out."),
+    )
+    outer_learning_rate: float | None = setting(
+        DEVICES,
+        None,
+        "With `local_sgd_steps`: the learning rate of an outer step of SGD with Nesterov momentum on the averages "
+        "(DiLoCo), such as 0.7; `None` takes the averages as they are.",
+        check=checks.number(above=0),
+    )
+    outer_momentum: float | None = setting(
+        DEVICES,
+        None,
+        "With `outer_learning_rate`: the Nesterov momentum of the outer step; `None` means 0.9.",
+        check=checks.number(at_least=0),
     )
     sync_batchnorm: bool = setting(DEVICES, False, "Compute BatchNorm's statistics over the batches of all ranks.")
     tf32: bool | None = setting(

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, cast
 
+from trainer_lib.device_map import MAPS
 from trainer_lib.filesystem.remote_paths import RemotePath, is_url, path_at
+from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
@@ -224,6 +226,34 @@ def folder(name: str, value: Any) -> str:
     if not is_url(kept) and path_at(kept).is_file():
         raise ConfigurationError(f"{name}={kept!r} is a file. Give a folder; it is created if it does not exist.")
     return kept
+
+
+def device_map(name: str, value: Any) -> str | dict[str, int | str]:
+    """The name of a device map, or the device of each module by name."""
+    if isinstance(value, str):
+        return choice(*MAPS)(name, value)
+    if not isinstance(value, Mapping) or not value:
+        raise _refusal(name, value, f"one of {', '.join(MAPS)}, or the devices of modules by name")
+    return {str(module): _device(f"{name}[{module!r}]", device) for module, device in cast("Any", value).items()}
+
+
+def memory_limits(name: str, value: Any) -> dict[int | str, int | str]:
+    """How much memory of each device may be used."""
+    if not isinstance(value, Mapping) or not value:
+        raise _refusal(name, value, 'the memory of each device, such as {0: "10GB", "cpu": "30GB"}')
+    limits = {_device(f"{name}'s key", device): limit for device, limit in cast("Any", value).items()}
+    for device, limit in limits.items():
+        if isinstance(limit, str):
+            convert_file_size_to_int(limit)
+        elif isinstance(limit, bool) or not isinstance(limit, Integral) or limit < 0:
+            raise _refusal(f"{name}[{device!r}]", limit, 'a number of bytes, or a text such as "10GB"')
+    return limits
+
+
+def _device(name: str, value: Any) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, (Integral, str)):
+        raise _refusal(name, value, "the index of an accelerator, 'cpu' or 'disk'")
+    return int(value) if not isinstance(value, str) or value.isdecimal() else value
 
 
 def resume(name: str, value: Any) -> str:

@@ -169,7 +169,9 @@ def _object_types(cls: type) -> dict[str, type]:
 def _plain(value: Any, path: str, kinds: tuple[type, ...]) -> Any:
     if isinstance(value, Enum):
         return _plain(value.value, path, kinds)
-    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+    if isinstance(value, str):
+        return str(value)  # files hold no subclasses of it
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}[{index}]", kinds) for index, item in enumerate(value)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import StateError, UnsupportedError, UnwritableError
 from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.quantized_layers import weight_of
 from trainer_lib.modules.state import load_module_state, module_state
 from trainer_lib.tensor_files.file_contents import Json
 
@@ -49,6 +50,9 @@ class PeftCheckpoints:
         written: dict[str, Fingerprints] = {}
         for index, (model, state) in enumerate(zip(models, weights, strict=True)):
             base = self._base_weights(accelerator.strategy.bare(model))
+            base |= {
+                name: value for name, value in state.items() if weight_of(name) in base
+            }  # scales of quantized ones
             for name in base:
                 state.pop(name, None)
             if base:

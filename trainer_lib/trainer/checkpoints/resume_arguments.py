@@ -10,7 +10,7 @@ from trainer_lib.foundation.errors import ConfigurationError, StateError
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer.arguments import yaml_json
-from trainer_lib.trainer.arguments.setting import OnResume, settings
+from trainer_lib.trainer.arguments.declaration import OnResume, settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.publish.save_pretrained import ARGUMENTS_FILE
 

@@ -31,7 +31,10 @@ class RunStatePart:
 
     Attributes:
         loaded: The state of the run in the checkpoint that was loaded last; empty before.
+        is_run_state: Tells a load that checkpoints of Hugging Face's Trainer have a state for this object.
     """
+
+    is_run_state = True
 
     def __init__(
         self, context: FitContext, owed: OwedRequests, evaluations: FitEvaluations, parts: Mapping[str, Stateful]

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.collectives.agreement import check_same_on_all_ranks, raise_on_all_ranks
+from trainer_lib.data_loader.build_reader import check_can_seed
 from trainer_lib.data_loader.order.epoch_order import iterates_as
-from trainer_lib.data_loader.prepared_loader import PreparedLoader
-from trainer_lib.data_loader.rank_split import check_can_seed
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
 from trainer_lib.foundation.lengths import length_of
-from trainer_lib.process_group import ProcessGroup
+from trainer_lib.modules.device_placement import has_offloaded_params
+from trainer_lib.modules.quantized_layers import quantized_beside_trained
 from trainer_lib.trainer import defaults
-from trainer_lib.trainer.arguments.setting import settings
+from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
@@ -69,19 +69,8 @@ def train_loader(trainer: TrainerInterface) -> DataLoader[Any]:
         check_can_seed(loader)
     is_stream = isinstance(loader.dataset, IterableDataset)  # each rank may have another part of it
     facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
-    check_same_on_all_ranks(group, facts if is_stream or group.size == 1 else facts | _order(loader))
+    check_same_on_all_ranks(group, facts if is_stream else facts | _order(loader))
     return loader
-
-
-def check_order(group: ProcessGroup, loader: PreparedLoader) -> None:
-    """Check that all ranks read their parts of the same sample order.
-
-    Raises:
-        DistributedOperationException: If the orders differ; on all ranks.
-    """
-    if group.size > 1:
-        first = loader.first_samples()
-        check_same_on_all_ranks(group, {"the samples that an epoch begins with": first and first[:_SHOWN]})
 
 
 def eval_loaders(trainer: TrainerInterface, data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:
@@ -175,13 +164,14 @@ def _check_models(trainer: TrainerInterface) -> None:
                     f"The parameter {name} of {type(model).__name__} is in a lazy layer and has no shape yet. Call the "
                     "model once, model(batch), before you give it to the Trainer."
                 )
-            if parameter.is_meta:
+            if parameter.is_meta and not has_offloaded_params(model.get_submodule(name.rpartition(".")[0])):
                 raise ConfigurationError(
                     f"The parameter {name} of {type(model).__name__} is on the meta device and has no values. Load the "
                     "model without a device_map that leaves parts of it on disk, or fill it: "
                     "model.to_empty(device='cpu'), then initialize it."
                 )
             trained += parameter.requires_grad
+        _check_not_quantized(model)
     if _has_own(trainer, "configure_optimizer") or trainer.optimizer is not None:
         return  # the optimizer may train parameters outside the models
     named = " and ".join(type(model).__name__ for model in _models(trainer))
@@ -192,6 +182,16 @@ def _check_models(trainer: TrainerInterface) -> None:
         raise ConfigurationError(
             f"All {count} parameters of {named} are frozen, so there is nothing to train. Set requires_grad=True on "
             "some: model.requires_grad_(True)."
+        )
+
+
+def _check_not_quantized(model: nn.Module) -> None:
+    quantized = quantized_beside_trained(model)
+    if quantized is not None:
+        raise ConfigurationError(
+            f"{quantized} of {type(model).__name__} is quantized and cannot be trained, and all that is not quantized "
+            "would be. Attach adapters (peft.get_peft_model), or freeze what you do not want to train: "
+            "model.requires_grad_(False), then requires_grad_(True) on the rest."
         )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.data_loader.order.rank_rounds import TAKING_PART
+from trainer_lib.data_loader.order.samples_per_rank import TAKING_PART
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import leaves, map_leaves, named_leaves
 from trainer_lib.state.gradient_state import Rows

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
+from trainer_lib.data_loader.readers.reader import copied
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
-from trainer_lib.data_loader.readers.shard_reader import copied
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.data.train_samplers import LimitedSampler, first_samples
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainer_lib.collectives.agreement import check_same_on_all_ranks
 from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.data_loader.readers.fingerprint import Fingerprint, alike, fingerprint, shown
@@ -19,22 +20,25 @@ from trainer_lib.process_group import ProcessGroup
 _logger = get_logger(__name__)
 
 _COUNT = 2  # samples to compare
+_SHOWN = 8  # of the order
 _END = object()
 
 Reading = list[Fingerprint] | None  # the samples of one rank; None: they cannot be read outside of training
 
 
 def check_training_data(group: ProcessGroup, dataset: Any, prepared: PreparedLoader) -> None:
-    """Check that all ranks read the same training data, which is then divided between them.
+    """Check that all ranks read the same training data in the same order, which is then divided between them.
 
-    Compares the first two samples of a map-style dataset, in the order of training; `checked_stream` checks iterable
-    datasets.
+    Compares the order of a map-style dataset and its first two samples; `checked_stream` checks iterable datasets.
 
     Raises:
-        DistributedOperationException: If the samples differ; on all ranks.
+        DistributedOperationException: If the order or the samples differ; on all ranks.
     """
-    if group.size > 1 and not isinstance(prepared, DataLoaderDispatcher) and not isinstance(dataset, IterableDataset):
-        keys = prepared.first_samples()
+    if group.size == 1:  # what a shuffle takes to draw would be for no one
+        return
+    keys = prepared.first_samples()
+    check_same_on_all_ranks(group, {"the samples that an epoch begins with": keys and keys[:_SHOWN]})
+    if not isinstance(prepared, DataLoaderDispatcher) and not isinstance(dataset, IterableDataset):
         _check(group, dataset, None if keys is None else keys[:_COUNT], "train_dataset")
 
 
@@ -51,7 +55,7 @@ def checked_stream(group: ProcessGroup, loader: PreparedLoader, batches: Iterato
     Raises:
         DistributedOperationException: If the stream differs on a rank; on all ranks.
     """
-    if group.size == 1 or not loader.reads_alike:
+    if not loader.reads_alike:
         return batches
     first = next(batches, _END)
     digests: list[int | None] = group.all_gather_objects(loader.opening_digest)

@@ -20,7 +20,7 @@ class SampleCounts:
     """
 
     def __init__(self, context: FitContext) -> None:
-        self._run, self._loader, self._group = context.run, context.loader, context.group
+        self._run, self._loader, self._group = context.run, context.loader, context.accelerator.data_group
         self._counts_tokens = context.run.args.counts_tokens
         self._samples = 0
         self._tokens: int | Tensor = 0

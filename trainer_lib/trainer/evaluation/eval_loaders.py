@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader import prepare_data_loader
+from trainer_lib.data_loader.build_reader import has_indices
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
-from trainer_lib.data_loader.rank_split import has_indices
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.dataloaders import dropped_samples
 
@@ -21,8 +21,8 @@ def prepared_for_evaluation(accelerator: "Accelerator", loader: DataLoader[Any])
     prepared = prepare_data_loader(
         loader,
         accelerator.device,
-        num_processes=accelerator.num_processes,
-        process_index=accelerator.process_index,
+        num_processes=accelerator.data_group.size,
+        process_index=accelerator.data_group.rank,
         put_on_device=True,
         even_batches=True,
         non_blocking=accelerator.non_blocking,

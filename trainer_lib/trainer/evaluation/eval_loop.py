@@ -179,7 +179,8 @@ class Evaluator:
         """Return the values of the metrics, reduced across ranks."""
         accelerator = self._accelerator
         local = [metric for metric in metrics if not metric.needs_all_rows]
-        gatherer = BatchGatherer(accelerator.group, metrics)
+        is_main = accelerator.is_main_process
+        gatherer = BatchGatherer(accelerator.data_group, metrics, is_main)
         for metric in metrics:
             metric.begin(accelerator.device)
         batches = 0
@@ -192,9 +193,10 @@ class Evaluator:
             gatherer.add(parts)
         is_interrupted = self._batches.is_interrupted
         gatherer.close(is_interrupted)
-        is_main, gathered = accelerator.is_main_process, [] if is_interrupted else metrics
+        gathered = [] if is_interrupted else metrics
         states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in gathered]
-        reports = [_RankReport(*report) for report in gather_per_rank((batches, states, is_interrupted))]
+        by_rank = gather_per_rank((batches, states, is_interrupted))
+        reports = [_RankReport(*report) for report in (by_rank[rank] for rank in accelerator.state.first_readers)]
         if any(report.is_interrupted for report in reports):
             raise EvaluationInterrupted
         if not any(report.batches for report in reports):

@@ -25,12 +25,13 @@ class BatchGatherer:
     dropped after the exchange.
 
     Args:
-        group: The process group.
+        group: The ranks that read different batches.
         metrics: The metrics.
+        is_main: Whether this rank updates the metrics that only the main process updates.
     """
 
-    def __init__(self, group: ProcessGroup, metrics: Sequence[Metric]) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroup, metrics: Sequence[Metric], is_main: bool) -> None:
+        self._group, self._is_main = group, is_main
         self._metrics = [metric for metric in metrics if metric.needs_all_rows]
         self._waiting: list[_Batch] = []
         self._at_once = 1  # until the size of batches is known
@@ -82,7 +83,7 @@ class BatchGatherer:
     def _update_metrics(self, batch: "_Batch") -> None:
         for part in batch:
             for metric, selected in zip(self._metrics, part, strict=True):
-                if not metric.main_process_only or self._group.rank == 0:
+                if self._is_main or not metric.main_process_only:
                     metric.update(selected)
 
 

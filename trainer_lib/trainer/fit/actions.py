@@ -44,6 +44,7 @@ class Actions:
         self._triggers, self._saver, self._saving, self._log = triggers, saver, saving, log
         self._evaluations, self._end, self._owed = evaluations, end, owed
         self._was_interrupted = was_interrupted
+        self._is_alone = context.group.size == 1  # requests of several ranks travel with their gradients
         self._is_stopped = False
 
     @property
@@ -62,8 +63,8 @@ class Actions:
         self._triggers.ask(self._run)
         if self._saver.pending is not None:
             self._saver.request_flush()
-        if self._group.size == 1:
-            control.sync_across_ranks(self._group)
+        if self._is_alone:
+            control.agree_alone()
 
     def handle(self) -> bool:
         """Do what was asked for, if anything was; return whether training is over."""
@@ -112,8 +113,8 @@ class Actions:
     def end_epoch_on_request(self) -> bool:
         """Whether all ranks know that somebody asked for the end of this epoch."""
         control = self._run.control
-        if self._group.size == 1:
-            control.sync_across_ranks(self._group)
+        if self._is_alone:
+            control.agree_alone()
         return control.take("end_epoch")
 
     @property

@@ -15,6 +15,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.fit.dispatched_models import dispatch
 from trainer_lib.trainer.optim.parameter_groups import freeze
 
 
@@ -75,6 +76,7 @@ def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
 def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> nn.Module:
     """Do what arguments ask of a model before it is prepared."""
     freeze(model, args.parameter_groups)
+    dispatch(model, args)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     if args.sync_batchnorm and accelerator.num_processes > 1:

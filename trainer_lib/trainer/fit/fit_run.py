@@ -6,8 +6,8 @@ from trainer_lib.processes.exit_codes import Interrupted, is_interactive
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments import value_checks
+from trainer_lib.trainer.checkpoints.find_resume_point import ResumePoint, find_resume_point
 from trainer_lib.trainer.checkpoints.finished_runs import load_finished
-from trainer_lib.trainer.checkpoints.resume import ResumePoint, find_resume_point
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.fit.build_accelerator import numerics

@@ -19,6 +19,7 @@ from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.data import rank_data_check
 from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
 from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.fit.dispatched_models import refuse_offloaded_training
 from trainer_lib.trainer.optim import optimizer_modes
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
@@ -34,16 +35,16 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
     args, accelerator, events = trainer.args, trainer.accelerator, trainer.events
     if folder is not None and not any(callback.writes_history for callback in events):
         events.add(JsonlLog(folder.history_file, skipped_steps=accelerator.mixed_precision == "fp16"))
-    steps = accumulation_steps(args, accelerator.num_processes)
+    steps = accumulation_steps(args, accelerator.data_group.size)
     plan = next((plan for callback in events if (plan := callback.update_plan())), None)
     accelerator.gradient_accumulation_steps = steps if plan is None else plan.begin(steps)
     if args.seed is not None:
         set_seed(args.seed)
     unprepared = before_fit.train_loader(trainer)
     models = defaults.prepare_models(trainer)
+    refuse_offloaded_training(models.listed)
     loader = accelerator.prepare_data_loader(unprepared)
     loader.trim_repeats()
-    before_fit.check_order(accelerator.group, loader)
     rank_data_check.check_training_data(accelerator.group, unprepared.dataset, loader)
     optimizers = _optimizers(trainer)
     prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}

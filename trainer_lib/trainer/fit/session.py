@@ -27,11 +27,13 @@ from trainer_lib.trainer.fit.actions import Actions
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.fit.fit_end import FitEnd
 from trainer_lib.trainer.fit.fit_setup import infinite_buffers, set_up
+from trainer_lib.trainer.fit.local_rounds import local_rounds
 from trainer_lib.trainer.fit.saving import Saving
 from trainer_lib.trainer.fit.train_clock import TrainClock
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.fit.triggers import Triggers
+from trainer_lib.trainer.losses.sequence_parts import training_step_of
 from trainer_lib.trainer.publish.save_pretrained import write_companion_files
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import Deadline, check_ahead, deadline_of
@@ -66,16 +68,23 @@ class FitSession:
         self.owed, self.deadline = OwedRequests(), deadline_of(run)
         self._clock, self.batches = TrainClock(run), TrainBatches(context)
         self.saver = CheckpointSaver(context, self._lease)
+        self.rounds = local_rounds(context)
         self.guard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
         self._bad_samples = BadSamples(context)
-        self.micro_batching = MicroBatching(context, self.guard, trainer.training_step)
+        self._training_step = training_step_of(trainer)
+        self.micro_batching = MicroBatching(context, self.guard, self._training_step)
         self.log = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)
         self.evaluations = FitEvaluations(context, trainer.evaluate, self.log, self._clock, self.deadline)
         self.part = RunStatePart(
             context,
             self.owed,
             self.evaluations,
-            {"guard": self.guard, "bad_samples": self._bad_samples, "splitting": self.micro_batching},
+            {
+                "guard": self.guard,
+                "bad_samples": self._bad_samples,
+                "splitting": self.micro_batching,
+                **({"local_rounds": self.rounds} if self.rounds.enabled else {}),
+            },
         )
         self.loading = RunLoading(context, self.part, self.saver)
         self.rewind = Rewind(context, self.loading, self.saver, self._clock, self._begin_counting)
@@ -98,12 +107,17 @@ class FitSession:
             accelerator.register_state_facts(lambda: manifest_facts(self.context, self.saver.reasons)),
         ):
             self._watching.callback(handle.remove)
+        if self.rounds.enabled:
+            self._watching.callback(self.rounds.leave)
+            self._watching.callback(setattr, self.run, "averaged_weights", self.run.averaged_weights)
+            self.rounds.__enter__()
+            self.run.averaged_weights = self.rounds.averaged
 
     def begin(self, checkpoint: AnyPath | None) -> None:
         """Resume from a checkpoint, if there is one, and be ready for the first step."""
         context, run, args = self.context, self.run, self.run.args
-        if args.seed is not None and run.accelerator.num_processes > 1:
-            set_seed(args.seed, device_specific=True)  # dropout draws something else on each process
+        if args.seed is not None and run.accelerator.data_group.size > 1:
+            set_seed(args.seed, device_specific=True)  # dropout draws other numbers for each batch
         if checkpoint is not None:
             self.loading.load(checkpoint)
         if context.evaluation.best_metric is not None:
@@ -142,12 +156,13 @@ class FitSession:
         return kind(
             self.context,
             batches=self.batches,
-            step=self.micro_batching.step if self.micro_batching.is_on else self._trainer.training_step,
+            step=self.micro_batching.step if self.micro_batching.is_on else self._training_step,
             guard=self.guard,
             log=self.log,
             saving=self.saving,
             rewind=self.rewind,
             actions=actions,
+            rounds=self.rounds,
         )
 
     def close(self, status: Any) -> None:
@@ -155,7 +170,13 @@ class FitSession:
         self.release()
         self._clock.add()
         self._bad_samples.tell()
+        self._average_at_end(status)
         self.end.close(status)
+        self._average_at_end(status)  # what callbacks left, such as an average over updates
+
+    def _average_at_end(self, status: Any) -> None:
+        if self.rounds.enabled and self.run.state.has_ended and status != "failed":
+            self.rounds.average()
 
     def release(self) -> None:
         """Stop the watchdog, and take back what was registered with the accelerator."""

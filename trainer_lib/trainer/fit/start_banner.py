@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer_lib.foundation.duration import Every
 from trainer_lib.processes.exit_codes import is_interactive
+from trainer_lib.state import PartialState
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.optim.schedules import moves_each_update, peak_first_last
 from trainer_lib.trainer.safety.deadline import Deadline
@@ -22,6 +23,8 @@ def banner(context: FitContext, signals: Signals, deadline: Deadline, columns: i
     lines = {
         "model": _model(context),
         "devices": _devices(context),
+        **_launcher(),
+        **_mesh(context),
         "batch": _batch(context),
         "length": _length(context),
         "optimizer": _optimizers(context),
@@ -65,7 +68,8 @@ def _model(context: FitContext) -> str:
     given: Any = context.run.trainer.model
     named: Any = {"": given} if isinstance(given, nn.Module) else given
     parts: list[str] = []
-    for name, model in named.items():
+    for name, whole in named.items():
+        model = context.run.accelerator.strategy.whole_shapes(whole)
         count = sum(_count(parameter) for parameter in model.parameters())
         trained = sum(_count(parameter) for parameter in model.parameters() if parameter.requires_grad)
         of = "all trained" if trained == count else f"{_short(trained)} trained"
@@ -82,13 +86,25 @@ def _devices(context: FitContext) -> str:
     return f"{count} {plural}{how} on {accelerator.device.type}, {precision}"
 
 
+def _launcher() -> dict[str, str]:
+    launcher = PartialState().launcher
+    return {} if launcher is None else {"launcher": launcher}
+
+
+def _mesh(context: FitContext) -> dict[str, str]:
+    config = context.run.accelerator.parallelism_config
+    return {} if config is None or not config.active_mesh_dims else {"mesh": config.describe()}
+
+
 def _batch(context: FitContext) -> str:
     accelerator, of_round = context.run.accelerator, context.loader.total_batch_size
-    steps, count = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    steps, count = accelerator.gradient_accumulation_steps, accelerator.data_group.size
     if of_round is None:
         return f"of the loader's own size × {steps} accumulated"
-    return f"{of_round * steps} samples an update = {of_round // count} × {steps} accumulated × {count} " + (
-        "process" if count == 1 else "processes"
+    readers = "process" if accelerator.ranks_per_batch == 1 else "replica"
+    plural = "" if count == 1 else {"process": "es", "replica": "s"}[readers]
+    return (
+        f"{of_round * steps} samples an update = {of_round // count} × {steps} accumulated × {count} {readers}{plural}"
     )
 
 

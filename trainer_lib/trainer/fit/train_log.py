@@ -42,8 +42,10 @@ class TrainLog:
         if type(result) is not LossResult or result.weight is None:
             check_result(result)
         run, means, weight = self._run, self._means, result.weight
-        run.loss_sum, run.weight = result.loss.detach(), weight  # type: ignore[assignment]  # it has one by now
-        means.add_sum("loss", run.loss_sum, run.weight)
+        loss = result.loss
+        run.loss_sum = loss = loss.detach() if loss.requires_grad else loss
+        run.weight = weight  # type: ignore[assignment]  # it has one by now
+        means.add_sum("loss", loss, run.weight)
         if result.logs is not None:
             for name, value in result.logs.items():
                 means.add(name, value, run.weight)

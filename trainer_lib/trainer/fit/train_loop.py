@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
+from trainer_lib.local_sgd import LocalSGD
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.checkpoints.rewind import Rewind
 from trainer_lib.trainer.data.train_batches import TrainBatches
 from trainer_lib.trainer.fit.actions import Actions
 from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.fit.pipeline_window import PipelineWindow
 from trainer_lib.trainer.fit.saving import Saving
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.update_window import UpdateWindow
@@ -47,6 +49,7 @@ class TrainLoop:
         saving: Saves the state after an error.
         rewind: Goes back to the last checkpoint.
         actions: Handles requests.
+        rounds: The rounds in which each rank trains by itself; not enabled, ranks reduce their gradients.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class TrainLoop:
         saving: Saving,
         rewind: Rewind,
         actions: Actions,
+        rounds: LocalSGD,
     ) -> None:
         self.run, self.events, self.handlers = context.run, context.events, context.events.handlers
         self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
@@ -70,7 +74,8 @@ class TrainLoop:
         self.guard, self.training_step = guard, step
         self.optimizers = list(self.run.optimizers.values())
         self.schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
-        self.window, self.actions = UpdateWindow(context), actions
+        self.window, self.actions, self.rounds = UpdateWindow(context), actions, rounds
+        self.pipeline = PipelineWindow(context)
         self.gradients = GradientCheck(context)
         self.is_between_updates = False
 
@@ -113,7 +118,7 @@ class TrainLoop:
         run.batch = window.read(batch)
         with self.accumulating:
             is_last = self.gradient_state.sync_gradients
-            if self.accumulation.size == 1:
+            if self.accumulation.micro_batches == 1:
                 self.begin_window()
             if not window.is_skipped:
                 if "on_micro_batch_begin" in self.handlers:
@@ -137,6 +142,9 @@ class TrainLoop:
     def forward_backward(self) -> None:
         """Compute the gradients of the micro-batch in hand; a filler or skipped one takes part with weight 0."""
         run, control = self.run, self.run.control
+        if self.pipeline.is_on:
+            self.collect()
+            return
         if self.window.is_filler or control.skip_batch:
             with self.without_trace():
                 self.training_step(run.model, run.batch)
@@ -151,6 +159,18 @@ class TrainLoop:
         if "on_micro_batch_end" in self.handlers:
             self.events.fire("on_micro_batch_end", run)
         run.outputs = None  # not kept until the next step, whose activations need the memory
+
+    def collect(self) -> None:
+        """Collect the micro-batch in hand for a pipeline, which computes all of them with the last."""
+        run, control = self.run, self.run.control
+        self.pipeline.add(run.batch, counts=not (self.window.is_filler or control.skip_batch))
+        control.skip_batch = False
+        if self.gradient_state.sync_gradients:
+            try:
+                self.log.record(self.pipeline.compute(run.model))
+            except Exception as error:
+                add_note(error, f"step {run.state.step + 1}", run.batch, self.models)
+                raise
 
     def update(self) -> Update:
         """Clip, step, schedule, zero; unless the gradients are not finite."""
@@ -179,7 +199,9 @@ class TrainLoop:
         return Update.STEP
 
     def step_optimizers(self) -> None:
-        """Change the weights."""
+        """Change the weights, unless this rank trains by itself and had no samples."""
+        if not self.window.has_samples:
+            return
         if "on_optimizer_step_begin" in self.handlers:
             self.events.fire("on_optimizer_step_begin", self.run)
         for optimizer in self.optimizers:
@@ -195,6 +217,8 @@ class TrainLoop:
     def finish_step(self, update: Update) -> bool:
         """Count an update and do what was asked for; return whether to read no further batch of this epoch."""
         run, loader = self.run, self.loader
+        if self.rounds.enabled and self.rounds.count_update():
+            run.control.sync_across_ranks(self.accelerator.group)
         if update is Update.SKIP:
             self.events.fire("on_step_skipped", run)
         run.state.step += 1

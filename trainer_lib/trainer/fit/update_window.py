@@ -19,14 +19,15 @@ class UpdateWindow:
         first_sample: The samples of the run before this window.
         is_skipped: Whether an earlier rewind skips the samples of this window.
         is_filler: Whether the micro-batch in hand only repeats samples, so that all ranks have as many.
+        has_samples: Whether the update has samples: of any rank, or of this one while it trains by itself.
     """
 
     def __init__(self, context: FitContext) -> None:
         self._run, self._loader, self._accelerator = context.run, context.loader, context.accelerator
         self._window = context.accelerator.window
         self._counts = SampleCounts(context)
-        self._is_alone = context.group.size == 1
         self.first_sample = 0
+        self.has_samples = True
         self.is_skipped = self.is_filler = False
         # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
         self._reads_late = context.accelerator.device.type != "cpu"
@@ -41,6 +42,7 @@ class UpdateWindow:
             self.is_filler = rows.real == 0
             batch = real_rows(batch, rows)
         if not self.is_filler:
+            self.has_samples = True
             self._counts.read(batch)
         return batch
 
@@ -52,7 +54,7 @@ class UpdateWindow:
 
     def write_message(self) -> None:
         """Have the gradients of this update take along what this rank has to tell."""
-        if self._is_alone:
+        if self._window.is_local:
             return
         requests, at_end = self._run.control.to_floats(), float(self._loader.end_of_dataloader)
         self._message = self._window.message = StepMessage(requests, at_end, self._counts.pending)
@@ -71,7 +73,7 @@ class UpdateWindow:
         else:
             if (not self._reads_late or self._loader.end_of_dataloader) and 0 < received.at_end < 1:
                 self._raise_uneven_end(float(received.at_end))
-            self._counts.add(mean * self._accelerator.num_processes for mean in received.counts)
+            self._counts.add(mean * self._accelerator.data_group.size for mean in received.counts)
         if self._reads_late:
             received, self._late = self._late, received
         if received is not None:
@@ -82,8 +84,9 @@ class UpdateWindow:
         state = self._run.state
         state.micro_batches += 1
         state.samples += self._loader.samples_in_round or 0
-        if is_last and (self._is_alone or self.is_skipped):
+        if is_last and (self._window.is_local or self.is_skipped):
             self._counts.gather()
+            self.has_samples = not self._window.is_local
 
     def _raise_uneven_end(self, share: float) -> None:
         if self._loader.even_batches:

@@ -46,7 +46,7 @@ def new_state(run: Run) -> Any:
         logging_steps=_steps(args.log_interval),
         eval_steps=_steps(args.eval_interval),
         save_steps=_steps(args.save_interval),
-        train_batch_size=args.train_batch_size_for(run.accelerator.num_processes),
+        train_batch_size=args.train_batch_size_for(run.accelerator.data_group.size),
         is_world_process_zero=run.is_main_process,
         is_local_process_zero=run.accelerator.is_local_main_process,
     )
@@ -88,7 +88,7 @@ def arguments_view(run: Run) -> Any:
 
 
 def _plain(run: Run) -> dict[str, Any]:
-    ours, world = run.args, run.accelerator.num_processes
+    ours, ranks = run.args, run.accelerator.data_group.size
     told = {
         theirs: getattr(ours, name) for theirs, name in {**dict(zip(_SAME, _SAME, strict=True)), **_OTHERWISE}.items()
     }
@@ -98,7 +98,7 @@ def _plain(run: Run) -> dict[str, Any]:
         "max_grad_norm": ours.max_grad_norm or 0.0,
         "max_steps": ours.max_steps or -1,
         "num_train_epochs": ours.epoch_limit or 0,
-        "per_device_train_batch_size": ours.train_batch_size_for(world),
+        "per_device_train_batch_size": ours.train_batch_size_for(ranks),
         "per_device_eval_batch_size": ours.eval_batch_size,
         "gradient_accumulation_steps": run.accelerator.gradient_accumulation_steps,
         "bf16": run.accelerator.mixed_precision == "bf16",

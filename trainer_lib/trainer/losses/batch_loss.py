@@ -145,6 +145,8 @@ class BatchLoss:
 
     def _needs_mean_check(self) -> bool:
         accelerator = self._trainer.accelerator
-        batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
-        # The check runs the model, which ranks of a sharded model would all have to do equally often.
-        return batches > 1 and not accelerator.strategy.needs_lockstep
+        batches = accelerator.gradient_accumulation_steps * accelerator.data_group.size
+        # The check runs the model, which ranks of a sharded model, or of parts of sequences, would all have to do
+        # equally often.
+        in_lockstep = accelerator.strategy.needs_lockstep or accelerator.sequence_split.ranks is not None
+        return batches > 1 and not in_lockstep

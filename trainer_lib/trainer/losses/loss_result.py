@@ -67,8 +67,8 @@ def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
     """Return the number of labels that are not ignored: a number on the CPU, else a tensor, which needs no waiting."""
     if not labels.is_cpu:
         return torch.count_nonzero(labels != ignored)
-    if labels.ndim == 1 and len(labels) <= _FEW:  # for a few labels Python is faster than torch
-        return float(len(labels) - labels.tolist().count(ignored))
+    if labels.ndim == 1 and labels.numel() <= _FEW:  # for a few labels Python is faster than torch
+        return float(labels.numel() - labels.tolist().count(ignored))
     return float(torch.count_nonzero(labels != ignored))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.batch_fields import (
     IGNORE_INDEX,
     LABEL_NAMES,
+    SHIFTED_LABELS,
     SPAN,
     as_mapping,
     label_names_in,
@@ -58,6 +59,8 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
         shifted: Whether each token is compared with the next label, so that the first label of a row is no target.
     """
     labels = targets_of(batch, label_names)
+    if hasattr(batch, "keys") and SHIFTED_LABELS in batch:  # which the model compares instead
+        labels, shifted = batch[SHIFTED_LABELS], False
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex() and labels.ndim:
         return count_valid(labels[..., 1:] if shifted and labels.ndim > 1 else labels)
     if isinstance(labels, dict) and list(labels) == SPAN:
@@ -186,7 +189,8 @@ def _keywords_taken(model: Any, annotation: Any) -> tuple[list[str], bool]:
     if declared is None and any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
         # Most models of transformers list the keywords they take there, and ignore all others.
         declared = getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
-    return list(getattr(declared, "__annotations__", ())), declared is None
+    of_loss = [SHIFTED_LABELS] if hasattr(model, "loss_function") else []  # the loss of transformers takes it besides
+    return [*getattr(declared, "__annotations__", ()), *of_loss], declared is None
 
 
 def _unpacked(model: nn.Module, annotation: Any) -> Any:

@@ -11,7 +11,7 @@ from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
-from trainer_lib.trainer.losses.loss_result import LossResult, SummedLoss, Weight, summed
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight, summed
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
     as_mapping,
@@ -75,7 +75,14 @@ class LossFunction:
         outputs = call_model(model, inputs)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
-            loss, weight = self._compared(self._summed, predictions, targets)
+            if not self._has_compared:
+                self._compare(predictions, targets)
+            try:
+                loss, weight = self._summed(predictions, targets)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if is_out_of_memory(error):
+                    raise
+                raise comparison_error(error, self._name, predictions, targets) from error
             return LossResult(loss, weight, outputs)
         if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_function(self._loss_fn, self._name, batch, outputs, targets)
@@ -104,18 +111,11 @@ class LossFunction:
         function = getattr(self._loss_fn, "func", self._loss_fn)
         return getattr(function, "__name__", type(function).__name__)
 
-    def _compared(self, loss: SummedLoss, predictions: Any, targets: Any) -> tuple[Tensor, Weight]:
-        if not self._has_compared:
-            function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
-            ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORE_INDEX))
-            check_compared(function, self._name, predictions, targets, ignored)
-            self._has_compared = True
-        try:
-            return loss(predictions, targets)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise comparison_error(error, self._name, predictions, targets) from error
+    def _compare(self, predictions: Any, targets: Any) -> None:
+        function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
+        ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORE_INDEX))
+        check_compared(function, self._name, predictions, targets, ignored)
+        self._has_compared = True
 
     def _check(self, inputs: Any) -> None:
         if not self._is_checked:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.optimizer import AcceleratedOptimizer
-from trainer_lib.strategies.grad_norm import local_values
+from trainer_lib.strategies.clip_grad_norm import local_values
 
 
 def train(optimizers: Iterable[AcceleratedOptimizer]) -> None:

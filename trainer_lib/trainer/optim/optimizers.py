@@ -156,6 +156,8 @@ def _implementation(
     """Return which of torch's implementations to use, unless the options set it."""
     if any(options.get(name) is not None for name in ("fused", "foreach")) or options.get("differentiable"):
         return {}
+    if len({getattr(tensor, "device_mesh", None) for tensor in _tensors(groups) if tensor.dim()}) > 1:
+        return {"foreach": False} if "foreach" in known else {}  # one by one: some weights are split, others whole
     if (
         kind in _FUSED
         and device.type in _DEVICES_WITH_FUSED

@@ -33,7 +33,7 @@ class BadSamples:
 
     def __init__(self, context: "FitContext") -> None:
         self._context = context
-        args, group = context.run.args, context.group
+        args, group = context.run.args, context.accelerator.data_group
         self._leaves_out = args.on_bad_sample == "skip"
         dataset = context.loader.dataset
         # The processes meet at the next log, which all of them make.

@@ -50,7 +50,7 @@ class MicroBatching:
         run = context.run
         self._accelerator, self._events = context.accelerator, context.events
         self._strategy, self._window = run.accelerator.strategy, run.accelerator.window
-        self._is_alone = run.accelerator.num_processes == 1
+        self._is_local = self._window.is_local  # outside of a step
         self.is_on = run.args.per_device_train_batch_size == AUTO
         self.size: int | None = None
         self._generators = Generators(run.accelerator.device)
@@ -65,11 +65,11 @@ class MicroBatching:
 
     def step(self, model: Any, batch: Any) -> LossResult:
         """Do what `training_step` does, in parts if need be; with the last batch of a window put it together."""
-        if self._window.size == 1:
+        if self._window.micro_batches == 1:
             self._begin()
         taken = _Taken(batch, self._context.run.weighs_nothing, self._context.loader.samples_in_batch)
         self._batches.append(taken)
-        self._window.is_alone = True  # parts tell the others nothing
+        self._window.is_local = True  # parts tell the others nothing
         try:
             result = self._computed(model, taken)
         except (RuntimeError, MemoryError) as error:
@@ -77,16 +77,16 @@ class MicroBatching:
                 raise
             result = self._restarted(model, error)
         finally:
-            self._window.is_alone = self._is_alone
+            self._window.is_local = self._is_local
         if self._accelerator.sync_gradients:
             self._batches.clear()
-            if not self._is_alone:
+            if not self._is_local:
                 self._put_together()
         return result
 
     def sync_across_ranks(self) -> None:
         """Have all ranks compute as many rows at once as fit on each of them. All of them have to call it."""
-        if self.is_on and not self._is_alone:
+        if self.is_on:
             sizes: list[int | None] = self._accelerator.group.all_gather_objects(self.size)
             self.size = min((size for size in sizes if size is not None), default=None)
 
@@ -193,7 +193,7 @@ class MicroBatching:
             ) from error
         check_splits(self._batches[-1].batch, self._batches[-1].samples)
         of_round: int | None = self._context.loader.total_batch_size
-        size = self.size or (of_round or 0) // self._accelerator.num_processes or tried
+        size = self.size or (of_round or 0) // self._accelerator.data_group.size or tried
         while size >= tried:
             size = -(-size // 2)
         self.size = size
@@ -212,7 +212,6 @@ class MicroBatching:
     # -- what cannot be split ------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        args = self._context.run.args
         if self._context.has_own_step:
             raise ConfigurationError(
                 'per_device_train_batch_size="auto" computes a batch in several parts, and what your training_step '
@@ -223,5 +222,5 @@ class MicroBatching:
                 'per_device_train_batch_size="auto" lets each process compute its batch in parts of its own, and the '
                 "processes of a sharded model compute all together. Give a number."
             )
-        if args.ddp is not None and not self._is_alone:
+        if not self._is_local:
             self._strategy.check_local_backwards()

@@ -214,7 +214,7 @@ class NonFiniteGuard:
         share = self._window.share_of(tuple(self._run.optimizers.values()))
         if share is None or share.total is None or not float(share.total):
             return 0.0
-        total = self._in_window if self._window.is_alone else self._received_loss()
+        total = self._in_window if self._window.is_local else self._received_loss()
         return total / float(share.total)
 
     def _received_loss(self) -> float:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.logging import get_logger
-from trainer_lib.strategies.grad_norm import local_values
+from trainer_lib.process_group import LoneProcess, ProcessGroup
+from trainer_lib.strategies.clip_grad_norm import local_values
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
@@ -50,6 +51,12 @@ class NonFiniteReport:
         more = ", …" if len(ids) > _SAMPLES_SHOWN else ""
         return f" (samples {', '.join(str(sample) for sample in ids[:_SAMPLES_SHOWN])}{more})"
 
+    @property
+    def _group(self) -> ProcessGroup:
+        """The ranks whose gradients make one update: all, or this one alone while ranks train by themselves."""
+        accelerator = self._run.accelerator
+        return LoneProcess() if accelerator.window.is_local else accelerator.group
+
     def find(self, norm: float) -> str:
         """Return what is wrong with the update, as all processes see it. All of them have to ask."""
         run = self._run
@@ -59,7 +66,7 @@ class NonFiniteReport:
         self.watch_weights()
         has_bad_weight = self._has_bad_weight is not None and bool(self._has_bad_weight)
         self._has_bad_weight = None
-        told: list[tuple[list[str], list[str], str, bool]] = run.accelerator.group.all_gather_objects(
+        told: list[tuple[list[str], list[str], str, bool]] = self._group.all_gather_objects(
             (losses, self._parameters(), self.samples(), has_bad_weight)
         )
         several = len(told) > 1
@@ -89,13 +96,13 @@ class NonFiniteReport:
     def spoiled_weights(self) -> list[str]:
         """Return which weights are not finite on any rank. All ranks have to ask."""
         own = self._names_of_nonfinite(lambda parameter: parameter.detach())
-        gathered = self._run.accelerator.group.all_gather_objects(own)
+        gathered = self._group.all_gather_objects(own)
         return list(dict.fromkeys(name for names in gathered for name in names))
 
     def _whose(self, told: list[tuple[list[str], list[str], str, bool]]) -> str:
         """Return whose gradients it is, where each process can compute its own once more."""
         own = self._computed_again()
-        found = self._run.accelerator.group.all_gather_objects(own)
+        found = self._group.all_gather_objects(own)
         ranks = [rank for rank, names in enumerate(found) if names]
         if not ranks:
             return ""

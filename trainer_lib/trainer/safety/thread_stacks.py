@@ -14,7 +14,7 @@ import psutil
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.uploading import CheckpointUploader
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
-from trainer_lib.data_loader.worker_init import STACKS_SIGNAL, worker_stacks
+from trainer_lib.data_loader.worker_process import STACKS_SIGNAL, worker_stacks
 
 _SHOWN_FRAMES = 4
 _MOST_FRAMES = 64  # of which a move is noticed
@@ -24,7 +24,8 @@ _SETTLED = 10  # looks at the same text, one after the other, after which it is 
 _STEP, _EPOCH, _READ = "TrainLoop.micro_batch", "TrainLoop.epoch", "PreparedLoader.__iter__"
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
 _WRITE_FILE = (CheckpointWriter.write.__code__, CheckpointUploader.send.__code__)
-_COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
+# Files whose functions wait for other ranks when they are innermost.
+_COLLECTIVES = ("/torch/distributed/", "/torch/autograd/", "/strategies/ddp/bucket_message.py")
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/IPython/core/debugger.py")
 

@@ -31,10 +31,10 @@ def find_batch_size(trainer: TrainerInterface, largest: int, updates: int) -> in
     )  # the first update allocates the optimizer's state, so the second needs the most memory
     check_can_sandbox(trainer, _TOOL)
     _check(trainer)
-    world = trainer.accelerator.num_processes
+    ranks = trainer.accelerator.data_group.size
     samples = length_of(as_dataset(trainer.train_dataset, "train_dataset"))
-    most = largest if samples is None else max(1, min(largest, samples // world))
-    size = min(most, trainer.args.train_batch_size_for(world))
+    most = largest if samples is None else max(1, min(largest, samples // ranks))
+    size = min(most, trainer.args.train_batch_size_for(ranks))
     fits = _fitting(trainer, size, updates)
     while fits == size and 2 * size <= most:
         size *= 2

@@ -1,10 +1,11 @@
-"""The methods of a `Trainer` that train in a sandbox: previews, finders and the search."""
+"""The methods of a `Trainer` that train in a sandbox: check, previews, finders and the search."""
 
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 if TYPE_CHECKING:
+    from trainer_lib.trainer.tools.check_report import CheckReport
     from trainer_lib.trainer.tools.hyperparameter_search import SearchResult, Space
     from trainer_lib.trainer.tools.learning_rate_finder import LearningRateSweep
     from trainer_lib.trainer.tools.preview import Preview
@@ -12,6 +13,27 @@ if TYPE_CHECKING:
 
 class ToolMethods:
     """The tools of a `Trainer`."""
+
+    def check(self: TrainerInterface) -> "CheckReport":
+        """Run two updates, two evaluations, a save and a resume on the real model and data, and return what they show.
+
+        The report says what was proved (that a resumed run equals an uninterrupted one bit for bit, or where it
+        differs), and what the whole run will take: time, memory, batch, learning rate, files. Nothing is left in the
+        output folder, and the trainer's state does not change. With several ranks all of them have to call it.
+
+        Example:
+            >>> import torch
+            >>> from trainer_lib import Trainer, TrainingArguments
+            >>> data = (torch.randn(64, 4), torch.randint(2, (64,)))
+            >>> args = TrainingArguments(use_cpu=True, progress_bar=False)
+            >>> loss_fn = torch.nn.functional.cross_entropy
+            >>> report = Trainer(torch.nn.Linear(4, 2), args, train_dataset=data, loss_fn=loss_fn).check()
+            >>> report.passed, report.steps_per_epoch
+            (True, 8)
+        """
+        from trainer_lib.trainer.tools.run_check import check
+
+        return check(self)
 
     def preview(self: TrainerInterface, batches: int = 2) -> "Preview":
         """Return a summary of the first training batches, as the model gets them.

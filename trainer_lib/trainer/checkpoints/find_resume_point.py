@@ -8,7 +8,7 @@ from typing import Any
 from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.load.fallback import open_verified, set_aside
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.checkpointing.third_party.third_party import advice, library_of
+from trainer_lib.checkpointing.third_party.third_party import ACCELERATE, library_of
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import (
@@ -27,16 +27,20 @@ _logger = get_logger(__name__)
 
 
 def checkpoint_at(path: str | AnyPath) -> AnyPath:
-    """Return the checkpoint at a path, or the newest one of the run whose folder it is.
+    """Return the checkpoint at a path (also of Hugging Face's Trainer), or the newest of the run whose folder it is.
 
     Raises:
         ConfigurationError: If there is no checkpoint.
     """
     folder = path_at(path).resolve()
-    if is_committed(folder):
+    library = library_of(folder)
+    if library == ACCELERATE:
+        raise ConfigurationError(
+            f"{folder} was written by Accelerate, which records neither the steps nor the epochs of a run. Load it in "
+            "a loop of yours (accelerator.load_state), or only its weights: load_checkpoint_in_model(model, folder)."
+        )
+    if is_committed(folder) or library is not None:
         return folder
-    if (library := library_of(folder)) is not None:
-        raise ConfigurationError(advice(folder, library))
     newest = read_run(folder, None).newest_checkpoint()
     if newest is None:
         raise ConfigurationError(
@@ -100,7 +104,7 @@ def find_resume_point(
                 lease.release()
                 lease = on_error.enter_context(_acquired_lease(point.folder, group))
                 continue  # another program may have continued the run meanwhile
-            if point.checkpoint is None:
+            if point.checkpoint is None or library_of(point.checkpoint) is not None:
                 break
             try:
                 open_verified(point.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)

@@ -14,8 +14,8 @@ from tests.trainer.tasks import network, points
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, DistributedOperationException, Trainer, TrainingArguments
 from trainer_lib.trainer.arguments import value_checks
+from trainer_lib.trainer.arguments.declaration import OnResume, check_for, documented, setting, settings
 from trainer_lib.trainer.arguments.rules import RULES
-from trainer_lib.trainer.arguments.setting import OnResume, check_for, documented, setting, settings
 
 
 @dataclasses.dataclass

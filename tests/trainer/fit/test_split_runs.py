@@ -1,0 +1,153 @@
+"""The Trainer with split matrices or stages of a pipeline: the run of one process, resumed on any mesh too."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.faults.trainings import Dies
+from tests.strategies.split import WITH_VOCABULARY, Plain, data, gpt2, model_of
+from tests.worlds import run_world
+from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
+from trainer_lib.callbacks import EMA, LabelSmoothing
+from trainer_lib.state import PartialState
+from trainer_lib.utils import TorchTensorParallelConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
+
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tp_size": 2}),
+    "dp2": (2, {"dp_replicate_size": 2}),
+    "tp4": (4, {"tp_size": 4}),
+    "tp2_dp2": (4, {"dp_replicate_size": 2, "tp_size": 2}),
+    "tp2_fsdp2": (4, {"dp_shard_size": 2, "tp_size": 2}),
+    "pp2": (2, {"pp_size": 2}),
+    "pp2_dp2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
+    "pp2_fsdp2": (4, {"dp_shard_size": 2, "pp_size": 2}),
+    "pp2_tp2": (4, {"tp_size": 2, "pp_size": 2}),
+}
+
+
+def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind: Any = Plain, **options: Any) -> Any:
+    samples = options.pop("samples", 45)
+    handler = TorchTensorParallelConfig(plan=WITH_VOCABULARY if kind is Plain else None)
+    sizes: dict[str, Any] = MESHES[mesh][1]
+    replicas = PartialState(cpu=True).num_processes // (sizes.get("tp_size", 1) * sizes.get("pp_size", 1))
+    args: dict[str, Any] = {
+        "max_steps": 20, "learning_rate": 0.05, "optimizer": "sgd", "use_cpu": True, "progress_bar": False,
+        "log_every": 1, "per_device_train_batch_size": 4 // replicas, "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "eval_every": 8, "per_device_eval_batch_size": 2, "output_dir": folder, "seed": 3, "max_tokens": 10**9,
+        "save_every": 4 if folder else None,
+    } | options  # fmt: skip
+    if sizes:
+        args["parallelism"] = ParallelismConfig(**sizes, tp_handler=handler)
+    trainer = Trainer(
+        model_of(kind),
+        TrainingArguments(**args),
+        train_dataset=data(samples),
+        eval_dataset=data(11),
+        metrics=["accuracy"],
+        callbacks=[EMA(0.9), *([] if dies_at is None else [Dies(dies_at)])],
+    )
+    try:
+        result = trainer.fit()
+    except InterruptedError:
+        return None
+    logged = [[entry["loss"], entry["grad_norm"]] for entry in result.history if "loss" in entry]
+    metrics = {name: value for name, value in trainer.evaluate().items() if not name.endswith("_per_second")}
+    state = trainer.run.state
+    return (
+        torch.tensor(logged),
+        metrics,
+        trainer.predict(data(5)).predictions.shape,
+        (state.step, state.samples, state.tokens),
+    )
+
+
+def assert_as_one_process(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual[0], expected[0][-len(actual[0]) :], rtol=1e-6, atol=0)
+    assert actual[1] == pytest.approx(expected[1], rel=1e-6)
+    assert actual[2:] == expected[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "tp2_dp2", "tp4", "pp2", "pp2_dp2", "pp2_fsdp2", "pp2_tp2"])
+def test_twenty_steps_are_those_of_one_process(mesh: str) -> None:
+    (expected,) = run_world(_run, ("one",), 1)
+    for actual in run_world(_run, (mesh,), MESHES[mesh][0]):
+        assert_as_one_process(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2_dp2", "pp2_dp2"])
+def test_a_replica_without_samples_takes_part(mesh: str) -> None:
+    def run(mesh: str) -> Any:
+        return _run(mesh, samples=41)  # the last window of an epoch is one sample
+
+    (expected,) = run_world(run, ("one",), 1)
+    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
+        assert_as_one_process(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "tp2_fsdp2", "pp2", "pp2_fsdp2", "pp2_tp2"])
+def test_twenty_steps_of_a_tied_model(mesh: str) -> None:
+    def run(mesh: str) -> Any:
+        return _run(mesh, kind=gpt2)
+
+    (expected,) = run_world(run, ("one",), 1)
+    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
+        assert_as_one_process(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tp2", "one"), ("one", "tp2"), ("tp2", "dp2"), ("dp2", "tp2"), ("tp2", "tp4"), ("tp2_fsdp2", "tp2"),
+        ("tp2_fsdp2", "one"), ("one", "tp2_fsdp2"), ("tp2_dp2", "tp2_fsdp2"), ("pp2", "one"), ("one", "pp2"),
+        ("pp2", "pp2"), ("pp2_dp2", "tp2"), ("dp2", "pp2_dp2"),
+        ("pp2_fsdp2", "one"), ("pp2_tp2", "pp2"), ("tp2_fsdp2", "pp2_tp2"),
+        ("pp2", "pp2_fsdp2"), ("tp2_fsdp2", "pp2_fsdp2"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_run_resumes_on_another_mesh(first: str, second: str, optimizer: str, tmp_path: Path) -> None:
+    def run(mesh: str, dies_at: int | None, resume: str) -> Any:
+        return _run(mesh, tmp_path, dies_at, resume=resume, optimizer=optimizer, learning_rate=0.003)
+
+    def whole(mesh: str) -> Any:
+        return _run(mesh, optimizer=optimizer, learning_rate=0.003)
+
+    (expected,) = run_world(whole, ("one",), 1)
+    assert run_world(run, (first, 10, "never"), MESHES[first][0]) == [None] * MESHES[first][0]
+    for actual in run_world(run, (second, None, "auto"), MESHES[second][0]):
+        assert len(actual[0]) == 20, "the history of the run begins with the steps before the resume"
+        assert_as_one_process(actual, expected)
+
+
+def _smoothed(parallelism: ParallelismConfig | None, folder: Path) -> list[float]:
+    args = TrainingArguments(
+        max_steps=4, optimizer="sgd", use_cpu=True, progress_bar=False, log_every=1, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, seed=3, parallelism=parallelism,
+    )  # fmt: skip
+    trainer = Trainer(model_of(gpt2), args, train_dataset=data(45), callbacks=[LabelSmoothing(0.1)])
+    with patch.object(Accelerator, "backward_window", side_effect=AssertionError("needs each micro-batch")):
+        result = trainer.fit()
+    trainer.save_model(folder)
+    return [entry["loss"] for entry in result.history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_a_callback_gets_each_micro_batch_of_a_pipeline(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    (expected,) = run_world(_smoothed, (None, tmp_path / "one"), 1)
+    for actual in run_world(_smoothed, (ParallelismConfig(pp_size=2), tmp_path / "two"), 2):
+        assert actual == pytest.approx(expected, rel=1e-6)
+    saved = [GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two")]
+    torch.testing.assert_close(saved[1], saved[0], rtol=1e-5, atol=1e-6)

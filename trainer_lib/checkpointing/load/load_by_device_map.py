@@ -1,0 +1,205 @@
+"""Loads weights into a model module by module: each to the device that a device map names."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.checkpointing.load.weight_files import WeightFiles
+from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.modules.device_placement import Device, check_device_map, device_of, set_module_tensor_to_device
+from trainer_lib.modules.names import is_listed
+from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
+from trainer_lib.modules.tensor_slots import parameter_slots
+from trainer_lib.modules.ties import find_tied_parameters, retie_by_device
+from trainer_lib.tensor_files.offloaded_weights import (
+    Index,
+    OffloadedWeightsLoader,
+    offload_weight,
+    save_offload_index,
+)
+
+_SHOWN = 8  # names in a message
+
+
+def load_by_device_map(
+    model: nn.Module,
+    checkpoint: Path,
+    device_map: Mapping[str, Device],
+    offload_folder: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    keep_in_fp32: Iterable[str] = (),
+    offload_buffers: bool = False,
+) -> tuple[set[str], set[str], Index]:
+    """Load weights, one file at a time; those on the disk stay in their safetensors files.
+
+    Args:
+        model: The model, which may be on the meta device.
+        checkpoint: The local file, index or folder of the weights.
+        device_map: The device of each module.
+        offload_folder: The folder for weights on the disk that are in other files, and for the index of all.
+        dtype: The type of the weights; by default that of the model.
+        keep_in_fp32: Names of modules whose weights are loaded in fp32.
+        offload_buffers: Whether buffers of modules on the disk stay there too; otherwise they are loaded.
+
+    Returns:
+        The names that were loaded, those that the model does not have, and the index of weights on the disk.
+
+    Raises:
+        StateError: If a weight has another shape than the model's.
+    """
+    check_device_map(model, device_map)
+    files, ties, state = WeightFiles(checkpoint), find_tied_parameters(model), model.state_dict(keep_vars=True)
+    wanted = {name for name in files.shapes if name in state and not files.is_statistics(name)}
+    _check_shapes(state, files, wanted, checkpoint)
+    placed = _Placed(model, files, device_map, offload_folder)
+    for path, names in files.by_file():
+        loaded = [name for name in names if name in wanted]
+        on_disk = {
+            name
+            for name in loaded
+            if device_of(name, device_map) == "disk" and (offload_buffers or isinstance(state[name], nn.Parameter))
+        }
+        kinds = {name: _dtype(name, state[name], dtype, keep_in_fp32) for name in loaded}
+        placed.keep_on_disk(path, {name: kinds[name] for name in loaded if name in on_disk})
+        placed.load(path, {name: kinds[name] for name in loaded if name not in on_disk})
+        if path.suffix == ".safetensors":
+            placed.entries |= {name: _entry(path, name, kind) for name, kind in kinds.items()}
+    loaded = wanted | _load_tied(model, ties, device_map, wanted, placed.index, placed.entries)
+    if placed.index and offload_folder is not None:
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        save_offload_index(placed.index, offload_folder)
+    unexpected = {name for name in files.shapes if name not in state and not files.is_statistics(name)}
+    return loaded, unexpected, placed.index
+
+
+class _Placed:
+    """Weights that have been loaded, and the index of those that stay on the disk."""
+
+    def __init__(
+        self, model: nn.Module, files: WeightFiles, device_map: Mapping[str, Device], folder: str | Path | None
+    ) -> None:
+        self._model, self._files, self._device_map, self._folder = model, files, device_map, folder
+        self.index: Index = {}
+        self.entries: dict[str, dict[str, Any]] = {}  # of weights in safetensors files
+
+    def load(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
+        """Load weights of a file in these types, each to its device."""
+        values = self._files.read(path, kinds)
+        while values:  # one after the other, so that a converted one does not stay in memory twice
+            name, value = values.popitem()
+            device: Any = device_of(name, self._device_map)
+            self._put(name, "cpu" if device == "disk" else device, value, kinds[name])
+            del value
+
+    def keep_on_disk(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
+        """Refer to weights of a safetensors file; write others, and those that are quantized now, into the folder."""
+        is_safe = path.suffix == ".safetensors"
+        to_write: list[str] = []
+        for name, kind in kinds.items():
+            if is_safe and not is_quantized(self._slot(name)):
+                self.index[name] = _entry(path, name, kind)
+            else:
+                to_write.append(name)
+        for name, value in self._files.read(path, to_write).items() if to_write else ():
+            if is_quantized(self._slot(name)):
+                self._quantize_to_disk(name, value, kinds[name])
+            else:
+                self._write(name, value.to(kinds[name]))
+
+    def _quantize_to_disk(self, name: str, value: Tensor, kind: torch.dtype) -> None:
+        self._put(name, "cpu", value, kind)
+        layer = self._model.get_submodule(name.rpartition(".")[0])
+        prefix = name.removesuffix("weight")
+        for part, tensor in layer.state_dict(prefix=prefix).items():
+            if part == name or weight_of(part) == name:
+                self._write(part, tensor)
+        parameter_slots(layer)["weight"] = on_meta(layer.weight)
+        release_statistics(layer)
+
+    def _put(self, name: str, device: Any, value: Tensor, kind: torch.dtype) -> None:
+        layer, current = self._model.get_submodule(name.rpartition(".")[0]), self._slot(name)
+        if is_quantized(current):
+            whole = value.to(kind) if value.is_floating_point() else value
+            new = quantize(layer, current, whole, device, self._files.statistics(name))
+            parameter_slots(layer)[name.rpartition(".")[2]] = new
+        else:
+            set_module_tensor_to_device(self._model, name, device, value, kind)
+
+    def _slot(self, name: str) -> Any:
+        owner, _, last = name.rpartition(".")
+        return parameter_slots(self._model.get_submodule(owner)).get(last)
+
+    def _write(self, name: str, value: Tensor) -> None:
+        if self._folder is None:
+            raise ConfigurationError(
+                f"device_map puts {name} on the disk, and it cannot be read in place from its file: that is not in the "
+                "safetensors format, or the weight is quantized now. Give offload_folder, a folder for such weights."
+            )
+        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        self.index = offload_weight(value, name, self._folder, self.index)
+
+
+def _load_tied(
+    model: nn.Module,
+    ties: Iterable[Sequence[str]],
+    device_map: Mapping[str, Device],
+    loaded: set[str],
+    index: Index,
+    entries: Mapping[str, dict[str, Any]],
+) -> set[str]:
+    """Give names of tied weights that a checkpoint leaves out the value of the name that it has."""
+    named: set[str] = set()
+    for names in ties:
+        source = next((name for name in names if name in loaded), None)
+        if source is None:
+            continue
+        for name in names:
+            device: Any = device_of(name, device_map)
+            if name not in loaded and device == "disk":
+                if source not in index and source not in entries:
+                    raise ConfigurationError(f"{name} is on the disk and tied to {source}. Put both on one device.")
+                index[name] = index.get(source) or entries[source]
+            elif name not in loaded:
+                value = model.get_parameter(source)
+                if value.device.type == "meta":
+                    value = OffloadedWeightsLoader(index=index)[source]
+                set_module_tensor_to_device(model, name, device, value)
+            named.add(name)
+    retie_by_device(model, ties)
+    return named
+
+
+def _entry(path: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "safetensors_file": str(path.absolute()),
+        "weight_name": name,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _check_shapes(state: Mapping[str, Any], files: WeightFiles, names: Iterable[str], checkpoint: Path) -> None:
+    quantized = [name for name in names if files.has_statistics(name) and state[name].is_floating_point()]
+    whole = [name for name in quantized if not is_quantized(state[name])]
+    if whole:
+        raise StateError(
+            f"Weights in {checkpoint} were quantized by bitsandbytes, and the model has whole ones: "
+            f"{', '.join(sorted(whole)[:_SHOWN])}. Load them with load_and_quantize_model."
+        )
+    shapes = files.shapes_for(state)
+    wrong = [
+        f"{name} is {tuple(shapes[name])} and the model has {tuple(state[name].shape)}"
+        for name in names
+        if shapes[name] != state[name].shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise StateError(f"Weights in {checkpoint} do not fit the model: {'; '.join(sorted(wrong)[:_SHOWN])}{more}.")
+
+
+def _dtype(name: str, current: Tensor, dtype: torch.dtype | None, kept: Iterable[str]) -> torch.dtype:
+    if not current.is_floating_point() or dtype is None:
+        return current.dtype
+    return torch.float32 if is_listed(name, kept) else dtype
