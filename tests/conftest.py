@@ -13,6 +13,8 @@ import torch
 from tests.faults.ledger import Ledger
 from tests.leftovers import watch_leftovers
 from tests.worlds import forget_world, run_world, watch_patches
+from trainer_lib import logging as library_logging
+from trainer_lib.launchers.config_file import find_config_file
 from trainer_lib.processes.exit_codes import REQUESTS
 from trainer_lib.state import PartialState
 
@@ -25,10 +27,13 @@ LAUNCHER_VARIABLES = {
     "MASTER_ADDR",
     "MASTER_PORT",
     "FORK_LAUNCHED",
+    "MIXED_PRECISION",
+    "LOG_LEVEL",
 }
 
 _SIGNALS = [getattr(signal, name) for name in REQUESTS]
 _WORLDS = ("run_world", "run_forked")
+_NO_FOLDER = "/nonexistent"  # no configuration of launches is there
 _OF_RANKS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
 
 torch.set_num_threads(1)  # tests with several processes share few cores
@@ -40,11 +45,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch what the session leaves behind.
+    """Watch what the session leaves behind, and let tests be interrupted.
 
     Its folders are in memory, but not in the long run of faults, where processes are killed while they wait for a disk.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts and nohup start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     watch_leftovers(config, in_memory=not config.getoption("--soak"))
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """Have one worker more than there are cores: while a test waits for processes or a timeout, another one runs."""
+    return (yield) + 1
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -78,8 +91,12 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("TRAINER_LIB_HOME", _NO_FOLDER)
+    if find_config_file():  # of Accelerate, for this machine
+        monkeypatch.setenv("HF_HOME", _NO_FOLDER)
     watch_patches(monkeypatch)
     forget_world()
+    library_logging._said_once.clear()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     yield
     for number, handler in handlers.items():

@@ -66,11 +66,18 @@ def scenario_of(name: str) -> Scenario:
     return scenario
 
 
+# One scenario of each kind of loop; the others run with `make test-all`.
+DAILY = {"accumulation", "shuffled", "fit", "fit-callable", "fit-folder"}
+
+
 @pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize(
     "scenario",
-    [scenario for scenario in SCENARIOS if scenario.world_size == 1 and not scenario.fresh],
-    ids=lambda scenario: scenario.name,
+    [
+        pytest.param(scenario, id=scenario.name, marks=[] if scenario.name in DAILY else pytest.mark.slow)
+        for scenario in SCENARIOS
+        if scenario.world_size == 1 and not scenario.fresh
+    ],
 )
 def test_contestants_do_the_same_work_on_one_process(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch)
@@ -85,6 +92,7 @@ def test_contestants_do_the_same_work_on_one_process(scenario: Scenario, monkeyp
 ON_TWO_PROCESSES: dict[str, type[Contestant]] = {"weighted": TrainerLib, "fit-ddp": Trainer, "evaluation": Trainer}
 
 
+@pytest.mark.slow
 def test_contestants_do_the_same_work_on_two_processes() -> None:
     def body() -> dict[str, list[int]]:
         dist.init_process_group("gloo")

@@ -19,7 +19,7 @@ import torch
 
 import trainer_lib
 from tests.worlds import run_world
-from trainer_lib.commands.launch_options import parse
+from trainer_lib.commands.launch.launch_parser import parse
 from trainer_lib.launchers.fork import rank_variables
 from trainer_lib.testing import reset_states
 
@@ -104,22 +104,29 @@ def run_script(words: list[str], is_launched: bool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name in TYPED], ids=lambda page: page.name)
-def test_commands_of_pages(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "script", "commands"),
+    [
+        pytest.param(*found, id=f"{page.name}, {found[0]}")
+        for page in PAGES
+        if page.name in TYPED
+        for found in SCRIPT.findall(page.read_text())
+    ],
+)
+def test_commands_of_pages(name: str, script: str, commands: str, tmp_path: Path) -> None:
     """As a user types them into a shell."""
     (tmp_path / "trainer-lib").write_text(f'#!/bin/sh\nexec {sys.executable} -m trainer_lib.commands.main "$@"\n')
     (tmp_path / "trainer-lib").chmod(0o755)
     paths = {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for name, script, commands in SCRIPT.findall(page.read_text()):
-        (tmp_path / name).write_text(script)
-        for command in commands.splitlines():
-            done = subprocess.run(
-                ["sh", "-c", command],
-                cwd=tmp_path,
-                env=os.environ | paths | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=100,
-            )
-            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    (tmp_path / name).write_text(script)
+    for command in commands.splitlines():
+        done = subprocess.run(
+            ["sh", "-c", command],
+            cwd=tmp_path,
+            env=os.environ | paths | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

@@ -114,6 +114,7 @@ def test_digits_run_in_mixed_precision_and_with_accumulation(tmp_path: Path) -> 
     assert accuracy > 0.3
 
 
+@pytest.mark.slow
 def test_digits_learn_the_same_on_two_processes(tmp_path: Path) -> None:
     for processes, name in ((1, "alone"), (2, "together")):
         options = ["--output_dir", str(tmp_path / name), "--num_train_epochs", "2"]

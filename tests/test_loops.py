@@ -130,6 +130,7 @@ def test_early_stopping(loop: Loop) -> None:
     assert together["losses"] == close(alone["losses"])
 
 
+@pytest.mark.slow
 def test_local_sgd(loop: Loop) -> None:
     alone, together = loop("local_sgd", 1), loop("local_sgd", 2)
     # 8 batches an epoch, with an average after the 3rd and the 6th, and at the end.
@@ -142,6 +143,7 @@ def test_local_sgd(loop: Loop) -> None:
     assert together["losses"][-1] == close(0.4195106029510498, rel=1e-4)  # Accelerate's
 
 
+@pytest.mark.slow
 def test_ddp_comm_hook(loop: Loop) -> None:
     alone, together = loop("ddp_comm_hook", 1), loop("ddp_comm_hook", 2)
     assert together["weights_agree"]

@@ -66,9 +66,18 @@ def test_each_process_may_have_a_seed_of_its_own() -> None:
     assert first != second
     set_seed(6)
     assert draw() == second
-    PartialState(cpu=True).process_index = 1
-    with pytest.raises(ConfigurationError, match="seed plus the rank must be"):
-        set_seed(2**32 - 1, device_specific=True)
+
+    def overflow() -> str:
+        PartialState(cpu=True)
+        try:
+            set_seed(2**32 - 1, device_specific=True)
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    first, second = run_forked(overflow, timeout=60)
+    assert first == ""
+    assert "seed plus the rank must be" in second
 
 
 def test_deterministic_means_torch_too() -> None:

@@ -3,7 +3,7 @@
 `run_world(function, args, num_processes)` takes what `run_forked` takes and gives the same results and errors. The
 processes are forked once per pytest worker. Each call starts in a clean state: a new process group, the caller's
 environment variables, folder and warning filters, equal random generators. A world in which a rank raised, died, hung
-or left a thread or a child behind is replaced.
+or left a thread, a child or many threads of gloo behind is replaced.
 
 Use `run_forked` instead where the function needs what only a fork inherits: attributes that the test patched, objects
 that cannot be pickled, or a process that has to be fresh (signal handlers, kills, `torch.compile`).
@@ -29,6 +29,7 @@ from importlib import import_module
 from multiprocessing import active_children, current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from time import monotonic, time_ns
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState
 
 _OUTPUTS = (1, 2)  # file descriptors
 _OTHERS = 0.05  # seconds that other ranks get to report their failures once one has failed
+_MOST_THREADS = 40  # of a process between calls, those outside of Python too
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
 
 
@@ -87,9 +89,10 @@ def watch_patches(patches: pytest.MonkeyPatch) -> None:
 
 
 def close_worlds() -> None:
-    """End all processes that wait for the next test."""
+    """End all processes that wait for the next test, and drop the group that was left last, which may hold a port."""
     while _worlds:
         _worlds.popitem()[1].close()
+    _left_groups.clear()
 
 
 def forget_world() -> None:
@@ -269,6 +272,7 @@ def _serve(parent: int, connection: Connection, folder: str) -> None:
     faulthandler.register(signal.SIGUSR2, file=open(2, "w", closefd=False), chain=False)  # noqa: SIM115
     sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123
     start = _Start()
+    gc.freeze()  # what the parent had imported need not be looked at when garbage is collected
     while True:
         try:
             call: _Call = connection.recv()
@@ -299,7 +303,10 @@ def _run(call: _Call) -> _Reply:
                 stream.flush()
     forget_world()
     gc.collect()
-    is_clean = threading.active_count() == 1 and not active_children()
+    gc.freeze()  # what is left stays, such as imported modules: the next collection need not look at it
+    # What torch caches of a mesh keeps its groups, each with threads of gloo that wake up a hundred times a second.
+    is_idle = len(list(Path("/proc/self/task").glob("*"))) <= _MOST_THREADS
+    is_clean = is_idle and threading.active_count() == 1 and not active_children()
     return _Reply(buffer.getvalue(), is_clean=is_clean)
 
 

@@ -636,10 +636,8 @@ def test_a_path_that_is_not_there_is_answered_with_what_is(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file, and a checkpoint is a folder"):
         accelerator.load_state(saved / "manifest.json")
     (saved / "manifest.json").unlink()
-    (saved / "random_states_0.pkl").touch()
-    with pytest.raises(
-        CheckpointError, match=r"was written by Accelerate. To resume .* `trainer-lib checkpoint convert"
-    ):
+    (saved / "random_states_0.pkl").touch()  # a name of Accelerate
+    with pytest.raises(CheckpointError, match="has 1 models, and this Accelerator has 0"):
         accelerator.load_state(saved)
 
 
@@ -683,17 +681,40 @@ def test_objects_that_need_a_pickle_need_the_word_twice(tmp_path: Path) -> None:
     accelerator.load_state(folder, allow_pickle=True)
 
 
-def test_pickled_weights_need_the_word_twice(tmp_path: Path) -> None:
+def test_pickled_weights_need_the_word_again_in_another_process(tmp_path: Path) -> None:
     accelerator = engine()
     model, _ = trained(accelerator)
     before = toy_state(model)
     folder = Path(accelerator.save_state(tmp_path / "state", safe_serialization=False))
     assert {"pytorch_model.bin"} == {name for name in names_in(folder) if "model" in name}
+
+    def load_elsewhere() -> str:
+        accelerator = engine()
+        trained(accelerator)
+        with pytest.raises(CheckpointError) as raised:
+            accelerator.load_state(folder)
+        accelerator.load_state(folder, safe_serialization=False)
+        return str(raised.value)
+
+    words = "were saved with safe_serialization=False, as a pickle. Call load_state(…, safe_serialization=False)"
+    assert words in run_world(load_elsewhere, num_processes=1)[0]
+    toy_zero(model)
+    accelerator.load_state(folder)
+    assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
+
+
+def test_the_word_for_pickled_weights_is_for_their_folder_alone(tmp_path: Path) -> None:
+    accelerator = engine()
+    trained(accelerator)
+    folder = Path(accelerator.save_state(tmp_path / "state", safe_serialization=False))
+    shutil.copytree(folder, tmp_path / "copy")
+    with pytest.raises(CheckpointError, match=r"saved with safe_serialization=False, as a pickle. Call load_state"):
+        accelerator.load_state(tmp_path / "copy")
+    accelerator.save_state(folder)
+    shutil.copytree(tmp_path / "copy", folder, dirs_exist_ok=True)  # of another process, in its place
+    (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"saved with safe_serialization=False, as a pickle. Call load_state"):
         accelerator.load_state(folder)
-    toy_zero(model)
-    accelerator.load_state(folder, safe_serialization=False)
-    assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
 
 
 def test_what_cannot_be_registered() -> None:

@@ -39,9 +39,7 @@ def test_one_process(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "plain",
-        pytest.param("workers", marks=pytest.mark.slow),
-        "fp16",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "workers", "fp16")),
         "bf16-true, clipped",
         "accumulated and weighted",
     ],

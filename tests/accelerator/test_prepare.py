@@ -60,22 +60,32 @@ def test_each_schedule_belongs_to_its_own_optimizer() -> None:
     assert schedule.optimizers == [second]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_preparing_twice_is_refused(which: int) -> None:
+def test_what_is_inside_a_prepared_object_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     parts = _parts()
-    prepared = accelerator.prepare(*parts)
-    with pytest.raises(PreparationError, match="prepared already"):
-        accelerator.prepare(parts[which])
-    with pytest.raises(PreparationError, match="prepared already"):
-        accelerator.prepare(prepared[which])
+    accelerator.prepare(*parts)
+    for part in parts[1:3]:
+        with pytest.raises(PreparationError, match="prepared already"):
+            accelerator.prepare(part)
 
 
-def test_a_prepared_loader_is_not_prepared_again() -> None:
+def _prepare_all_again(rank: int, size: int) -> list[bool]:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(_parts()[3])
+    prepared = accelerator.prepare(*_parts())
+    counts = [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders)]
+    again = accelerator.prepare(*prepared)
+    assert counts == [len(accelerator._models), len(accelerator._optimizers), len(accelerator._dataloaders)]
+    return [first is second for first, second in zip(prepared, again, strict=True)]
+
+
+def test_prepared_objects_come_back_as_they_are(everywhere: Any) -> None:
+    assert all(all(same) for same in everywhere(_prepare_all_again))
+
+
+def test_objects_of_another_accelerator_are_refused() -> None:
+    optimizer = Accelerator(cpu=True).prepare(_parts()[1])
     with pytest.raises(PreparationError, match="prepared already"):
-        accelerator.prepare(loader)
+        Accelerator(cpu=True).prepare(optimizer)
 
 
 def test_one_call_with_the_same_object_twice_is_refused() -> None:

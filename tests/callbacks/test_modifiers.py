@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
 def draws(step: int, name: str, rank: int = 0, seed: int = 42) -> np.random.Generator:
     run = Run(args=type("Args", (), {"seed": seed}), state=RunState(micro_batches=step - 1))
-    run.accelerator = type("Accelerator", (), {"process_index": rank})  # type: ignore[assignment]
+    run.accelerator = SimpleNamespace(data_group=SimpleNamespace(rank=rank))  # type: ignore[assignment]
     return generator_of_batch(run, name)
 
 
@@ -390,7 +391,13 @@ def test_updates_of_more_batches_in_later_passes() -> None:
         assert_close(actual, by_hand)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("accumulation", "unfreeze", "sam", "noise") else pytest.mark.slow)
+        for name in RESUMED
+    ],
+)
 def test_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
     make, options = RESUMED[name]
     whole, parts = resumed(make, tmp_path, **options)
@@ -400,7 +407,7 @@ def test_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["sam"], id="sam"),
+        pytest.param(["sam"], id="sam", marks=pytest.mark.slow),
         pytest.param(["unfreeze", "either", "noise"], id="others", marks=pytest.mark.slow),
     ],
 )

@@ -77,7 +77,13 @@ def test_a_resumed_run_continues_the_tracker_s_run(tmp_path: Path) -> None:
     assert steps(tmp_path / "taken")[:8] == [2, 4, 4, 6, 8, 8, 2, 4]
 
 
-@pytest.mark.parametrize("how", ["raise in start", "hang in start", "raise in log", "hang in log", "hang in finish"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("raise in start", "raise in log", "hang in log"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("hang in start", "hang in finish")),
+    ],
+)
 def test_a_run_finishes_whatever_a_tracker_does(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     bad = [callback(tmp_path / "one", QUICK, how=how), callback(tmp_path / "two", QUICK, how=how, apart=True)]
     bad[1].key = "second"

@@ -92,12 +92,15 @@ def test_what_only_the_loop_asks_for_travels_with_the_rest() -> None:
 
 
 def test_what_a_handler_noted_is_asked_for_when_requests_are_looked_at() -> None:
-    alone, first, second = Control(), Control(), Control()
-    for control in (alone, first):
+    alone, in_a_message, first, second = Control(), Control(), Control(), Control()
+    for control in (alone, in_a_message, first):
         control.interruption = Interruption("SIGTERM", 143)
         assert control.is_empty
-    alone.sync_across_ranks(LoneProcess())
-    assert alone.take("interrupt")
+    alone.agree_alone()
+    in_a_message.sync_across_ranks(LoneProcess())
+    for control in (alone, in_a_message):
+        assert control.take("interrupt")
+        assert control.is_empty
     floats = first.to_floats()
     for control in (first, second):
         control.receive(floats)

@@ -431,7 +431,7 @@ def test_a_folder_that_is_not_a_checkpoint_is_refused_by_name(
             path, {"format": "x", "schema": 1}
         ),
         "not the manifest of a checkpoint": lambda path: _with_manifest(path, [1, 2]),
-        "written by Accelerate": lambda path: _with(path, "optimizer.bin"),
+        "optimizer.bin cannot be read": lambda path: _with(path, "optimizer.bin"),
     }
     for number, (words, make) in enumerate(makers.items()):
         place = tmp_path / f"place_{number}"

@@ -198,12 +198,14 @@ def test_two_ranks_agree_on_the_damage(tmp_path: Path) -> None:
     assert run_world(body, (), 2, timeout=60) == [(True, names)] * 2
 
 
-def test_accelerates_own_states_are_left_alone(tmp_path: Path) -> None:
+def test_a_damaged_state_of_accelerate_is_named_and_left_alone(tmp_path: Path) -> None:
     accelerator, losses = saved_often(tmp_path)
     foreign = tmp_path / "checkpoints" / "checkpoint_7"
     foreign.mkdir()
     (foreign / "optimizer.bin").write_bytes(b"")
-    accelerator.load_state()
+    with pytest.raises(CheckpointError, match=r"checkpoint_7/optimizer.bin cannot be read"):
+        accelerator.load_state()
+    accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
     assert state_of(accelerator) == losses[2]
     assert foreign.is_dir()
 

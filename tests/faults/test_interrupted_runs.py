@@ -214,24 +214,17 @@ DAILY = {
     1: {
         "in the middle of the first epoch",
         "at the end of an epoch",
-        "before the last step",
         "saved in the foreground",
         "accumulation across the end of an epoch",
         "bf16",
-        "ReduceLROnPlateau",
-        "two workers, then none",
         "data that draws random numbers",
-        "the same in workers, each sample seeded",
         "a stream, in a later epoch",
         "a stream that draws random numbers",
         "a Hugging Face stream with a shuffle buffer",
     },
     2: {
-        "in the middle of the second epoch",
         "without accumulation",
-        "data that draws random numbers",
         "a stream",
-        "a Hugging Face stream with a shuffle buffer",
     },
 }
 NUMBERS = {1: "one process", 2: "two processes"}

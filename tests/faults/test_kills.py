@@ -31,7 +31,7 @@ from trainer_lib.launchers import ProcessFailedError
     ("kind", "make", "processes", "few", "background"),
     [
         pytest.param("one process", trained, 1, 6, False, id="one-at once", marks=pytest.mark.slow),
-        pytest.param("one process", trained, 1, 6, True, id="one-in the background"),
+        pytest.param("one process", trained, 1, 6, True, id="one-in the background", marks=pytest.mark.slow),
         pytest.param("two processes", trained, 2, 4, False, id="two-at once"),
         pytest.param("two processes", trained, 2, 4, True, id="two-in the background", marks=pytest.mark.slow),
         pytest.param("two processes, shards", sharded, 2, 2, False, id="shards-at once", marks=pytest.mark.slow),
@@ -105,7 +105,7 @@ def a_run(folder: Path, processes: int, steps: int, **options: Any) -> list[Any]
     ("processes", "background"),
     [
         pytest.param(1, False, id="1-at once", marks=pytest.mark.slow),
-        pytest.param(1, True, id="1-in the background"),
+        pytest.param(1, True, id="1-in the background", marks=pytest.mark.slow),
         pytest.param(2, False, id="2-at once", marks=pytest.mark.slow),
         pytest.param(2, True, id="2-in the background", marks=pytest.mark.slow),
     ],

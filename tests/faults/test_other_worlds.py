@@ -115,10 +115,10 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     ("before", "after"),
     [
         pytest.param((1, 8, 1), (2, 4, 1), id="1 to 2"),
-        pytest.param((2, 4, 1), (1, 8, 1), id="2 to 1"),
+        pytest.param((2, 4, 1), (1, 8, 1), id="2 to 1", marks=pytest.mark.slow),
         pytest.param((2, 4, 1), (4, 2, 1), id="2 to 4", marks=pytest.mark.slow),
         pytest.param((4, 2, 1), (2, 4, 1), id="4 to 2", marks=pytest.mark.slow),
-        pytest.param((1, 8, 1), (1, 4, 2), id="smaller batches"),
+        pytest.param((1, 8, 1), (1, 4, 2), id="smaller batches", marks=pytest.mark.slow),
         pytest.param((2, 2, 2), (1, 8, 1), id="2 accumulating to 1", marks=pytest.mark.slow),
     ],
 )
@@ -163,6 +163,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> States:
     return States(tmp_path_factory.mktemp("states"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param((1, 8, 1), (2, 4, 1), marks=pytest.mark.slow), ((2, 4, 1), (1, 8, 1))],
@@ -197,6 +198,7 @@ def drawn(folder: Path, loads: bool) -> tuple[float, list[str]]:
     return torch.rand(1).item(), messages
 
 
+@pytest.mark.slow
 def test_processes_that_were_there_go_on_drawing_and_new_ones_derive_theirs(tmp_path: Path) -> None:
     saved = [number for number, _ in run_world(drawn, (tmp_path / "state", False), 2, timeout=60)]
     results = run_world(drawn, (tmp_path / "state", True), 4, timeout=60)
@@ -286,11 +288,11 @@ def gone_on(layout: Layout, run: Path, places: list[tuple[int, int]]) -> list[li
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param((1, 16, 1), (2, 8, 1), id="1 to 2"),
+        pytest.param((1, 16, 1), (2, 8, 1), id="1 to 2", marks=pytest.mark.slow),
         pytest.param((2, 8, 1), (1, 16, 1), id="2 to 1"),
         pytest.param((2, 8, 1), (4, 4, 1), id="2 to 4", marks=pytest.mark.slow),
         pytest.param((4, 4, 1), (2, 4, 2), id="4 to 2 that accumulate", marks=pytest.mark.slow),
-        pytest.param((1, 16, 1), (1, 8, 2), id="smaller batches"),
+        pytest.param((1, 16, 1), (1, 8, 2), id="smaller batches", marks=pytest.mark.slow),
     ],
 )
 def test_at_an_equal_global_batch_losses_and_rates_are_the_same(

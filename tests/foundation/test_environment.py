@@ -8,9 +8,7 @@ import pytest
 from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import (
-    World,
     clear_environment,
-    first_slurm_node,
     get_int_from_env,
     parse_choice_from_env,
     parse_flag_from_env,
@@ -19,6 +17,7 @@ from trainer_lib.foundation.environment import (
     read_world,
     str_to_bool,
 )
+from trainer_lib.foundation.launcher_variables import World, first_slurm_node
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -230,7 +229,7 @@ def test_settings_of_the_launcher() -> None:
         assert environment.store_file() == "/somewhere"
 
 
-@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM", "TP"])
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
 def test_engines_that_are_not_there_are_refused_by_name(engine: str) -> None:
     with (
         patch_environment(**{f"ACCELERATE_USE_{engine}": "true"}),
@@ -238,6 +237,14 @@ def test_engines_that_are_not_there_are_refused_by_name(engine: str) -> None:
     ):
         environment.refuse_unsupported_engines()
     with patch_environment(**{f"ACCELERATE_USE_{engine}": "false", "ACCELERATE_DYNAMO_BACKEND": "NO"}):
+        environment.refuse_unsupported_engines()
+
+
+def test_an_older_variable_of_tensor_parallelism_names_the_new_ones() -> None:
+    with (
+        patch_environment(ACCELERATE_USE_TP="true"),
+        pytest.raises(UnsupportedError, match=r"ACCELERATE_USE_TP .* Unset it, and set .*PARALLELISM_CONFIG_TP_SIZE"),
+    ):
         environment.refuse_unsupported_engines()
 
 

@@ -60,6 +60,7 @@ def weights(model: Any) -> list[Any]:
     return [parameter.detach().tolist() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_states_are_saved_replaced_damaged_and_loaded(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, model, optimizer = trained(bucket + "/project", total_limit=2)  # type: ignore[arg-type]
     for _ in range(3):
@@ -122,7 +123,8 @@ def test_shards(bucket: str) -> None:
     assert sum("model.shards/" in name for name in files(state)) == 2
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_resumes_from_s3_on_an_empty_disk(processes: int, bucket: str, tmp_path: Path) -> None:
     def train(folder: Any, dies_at: int | None = None, resume: str = "never") -> list[Any]:
         def each() -> Any:
@@ -295,6 +297,7 @@ def test_a_process_that_ends_waits(bucket: str, port: int) -> None:
     verify_state(path_at(f"{bucket}/state"))
 
 
+@pytest.mark.slow
 def test_logs_tell_no_keys(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "trainer_lib")
     trainer(arguments(output_dir=f"{bucket}/runs", max_steps=2)).fit()

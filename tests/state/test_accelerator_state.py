@@ -61,7 +61,7 @@ def test_another_precision_comes_too_late_until_the_first_is_released() -> None:
     assert AcceleratorState(mixed_precision="no").mixed_precision == "no"
 
 
-@pytest.mark.parametrize("name", ["deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
+@pytest.mark.parametrize("name", ["deepspeed_plugin", "megatron_lm_plugin"])
 def test_engines_that_are_not_there_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^{name}='x'"):
         AcceleratorState(cpu=True, **{name: "x"})  # pyright: ignore[reportArgumentType]

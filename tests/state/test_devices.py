@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from trainer_lib import WorldError
-from trainer_lib.foundation.environment import World
-from trainer_lib.state.devices import choose_device
+from trainer_lib.foundation.launcher_variables import World
+from trainer_lib.state import devices
+from trainer_lib.state.devices import choose_device, use_device
 
 
 def _world(launcher: str) -> World:
@@ -32,3 +33,15 @@ def test_too_few_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _devices(monkeypatch, 1)
     with pytest.raises(WorldError, match="Rank 3 needs cuda device 1, and this machine has 1"):
         choose_device(False, _world("torchrun"))
+
+
+def test_the_cores_near_the_device_are_used_if_the_launcher_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(devices, "set_numa_affinity", bound.append)
+    use_device(torch.device("cuda", 1))
+    assert bound == []
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    use_device(torch.device("cuda", 1))
+    use_device(torch.device("cpu"))
+    assert bound == [1]

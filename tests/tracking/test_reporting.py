@@ -112,12 +112,23 @@ def test_a_thread_may_be_asked_for(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+def test_options_of_a_tracker_that_is_not_used_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    for _ in range(2):
+        accelerator.init_trackers("project", init_kwargs={"wandb": {"name": "run"}})
+        accelerator.log({"loss": 0.5}, step=1, log_kwargs={"wandb": {"commit": True}})
+    accelerator.end_training()
+    assert [record.getMessage() for record in caplog.records] == [
+        "init_kwargs has options for the tracker wandb, which is not used. They are left out."
+    ]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda a: a.init_trackers(""), "project_name must be a non-empty string"),
         (lambda a: a.init_trackers("p", config=[1]), r"config must be a dictionary \(got a list\)"),
-        (lambda a: a.init_trackers("p", init_kwargs={"wandb": {}}), "Unknown tracker in init_kwargs 'wandb'"),
+        (lambda a: a.init_trackers("p", init_kwargs={"wnadb": {}}), "Unknown tracker in init_kwargs 'wnadb'.*'wandb'"),
         (lambda a: a.init_trackers("p", isolation="prosess"), "Unknown isolation 'prosess'.*'process'"),
         (lambda a: a.get_tracker("jsonl"), "jsonl has not started. Call init_trackers first."),
         (lambda a: a.get_tracker("json"), "Unknown tracker 'json'. Known: jsonl. Did you mean 'jsonl'"),

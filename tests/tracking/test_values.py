@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
 from trainer_lib.tracking.delivery.plain_values import pictures, plain_metrics, plain_settings, snapshot
 from trainer_lib.tracking.secrets import is_secret, masked
+from trainer_lib.tracking.table import table_of
 
 
 def test_plain_metrics_are_numbers_by_flat_names() -> None:
@@ -135,3 +137,10 @@ def test_pictures_are_arrays() -> None:
     assert pictures({"a": tensor}, channels_last=False)["a"].tolist() == tensor.tolist()
     array = np.zeros((5, 2, 4, 3))
     assert pictures({"a": array}, channels_last=True)["a"].shape == (5, 2, 4, 3)
+
+
+def test_a_table_comes_as_rows_or_as_a_data_frame() -> None:
+    frame = pytest.importorskip("pandas").DataFrame({"a": [1, 2], "b": ["x", "y"]})
+    assert table_of(None, None, frame) == table_of(["a", "b"], [[1, "x"], [2, "y"]], None)
+    with pytest.raises(ConfigurationError, match="columns and data, or a dataframe"):
+        table_of(["a"], None, None)
