@@ -89,7 +89,7 @@ def dispatch_model(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-        >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir="/tmp/weights")
+        >>> model = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir="offloaded")
         >>> model[1].weight.device, model(torch.ones(1, 2)).shape
         (device(type='meta'), torch.Size([1, 1]))
     """
@@ -221,9 +221,10 @@ def load_checkpoint_and_dispatch(
         quantization: How to quantize linear layers while their weights are loaded; then `dtype` is in its options.
 
     Example:
+        >>> Accelerator().save_model(nn.Linear(4, 2), "weights")
         >>> with init_empty_weights():
         ...     model = nn.Linear(4, 2)
-        >>> model = load_checkpoint_and_dispatch(model, "/tmp/weights", device_map="auto")
+        >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
     """
     del offload_state_dict
     method = quantization_method(quantization, dtype)

@@ -129,7 +129,7 @@ class CheckpointMethods(CollectiveMethods):
         Example:
             >>> accelerator = Accelerator(cpu=True)
             >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
-            >>> folder = accelerator.save_state("/tmp/training/step_100")
+            >>> folder = accelerator.save_state("training/step_100")
             >>> accelerator.load_state(folder)
         """
         from trainer_lib.accelerator.checkpoints.save_state import save
@@ -155,7 +155,7 @@ class CheckpointMethods(CollectiveMethods):
         Example:
             >>> accelerator = Accelerator(cpu=True)
             >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
-            >>> folder = accelerator.save_state("/tmp/training/step_200", background=True)
+            >>> folder = accelerator.save_state("training/step_200", background=True)
             >>> accelerator.wait_for_save()
         """
         self.checkpoints.background.wait()

@@ -113,8 +113,8 @@ def load_checkpoint_in_model(
     Example:
         >>> accelerator = Accelerator(cpu=True)
         >>> model = torch.nn.Linear(4, 2)
-        >>> accelerator.save_model(accelerator.prepare(model), "/tmp/weights")
-        >>> load_checkpoint_in_model(torch.nn.Linear(4, 2), "/tmp/weights", strict=True)
+        >>> accelerator.save_model(accelerator.prepare(model), "weights")
+        >>> load_checkpoint_in_model(torch.nn.Linear(4, 2), "weights", strict=True)
     """
     is_mapped = device_map is not None or bool(keep_in_fp32_modules)
     refuse_distributed(full_state_dict, broadcast_from_rank0, is_mapped, model)

@@ -72,8 +72,8 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
     """Write all tensors of a state dict into a folder, with their index.
 
     Example:
-        >>> offload_state_dict("/tmp/offloaded", {"weight": torch.ones(2)})
-        >>> OffloadedWeightsLoader(save_folder="/tmp/offloaded")["weight"]
+        >>> offload_state_dict("offloaded", {"weight": torch.ones(2)})
+        >>> OffloadedWeightsLoader(save_folder="offloaded")["weight"]
         tensor([1., 1.])
     """
     index: Index = {}

@@ -30,8 +30,8 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         safe_serialization: Write a dict of tensors as safetensors; otherwise use `torch.save`.
 
     Example:
-        >>> save({"seen": 7}, "/tmp/seen.pt")
-        >>> load("/tmp/seen.pt")
+        >>> save({"seen": 7}, "seen.pt")
+        >>> load("seen.pt")
         {'seen': 7}
     """
     state = PartialState()
