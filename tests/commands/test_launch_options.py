@@ -61,7 +61,8 @@ IN_VARIABLES = {
 }
 # Those whose effect is a world that starts in another way: tests/commands/test_launch.py starts them.
 IN_THE_START = {
-    "config_file", "gpu_ids", "log_dir", "machine_rank", "main_process_ip", "main_process_port", "max_restarts",
+    "aws_access_key_id", "aws_secret_access_key", "config_file", "gpu_ids", "log_dir",
+    "machine_rank", "main_process_ip", "main_process_port", "max_restarts",
     "module", "monitor_interval", "mpirun_hostfile", "multi_gpu", "no_python", "num_cpu_threads_per_process",
     "num_machines", "num_processes", "quiet", "rdzv_backend", "rdzv_conf", "role", "tee",
 }  # fmt: skip
@@ -100,7 +101,6 @@ REFUSED = {
     "TPUs": [
         "tpu", "tpu_cluster", "tpu_use_sudo", "vm=a", "env=a", "main_training_function=train", "downcast_bf16",
     ],
-    "SageMaker's launcher": ["aws_access_key_id=a", "aws_secret_access_key=a"],
 }  # fmt: skip
 # Those whose only values ask for nothing.
 IDLE = {
@@ -305,7 +305,6 @@ def test_what_a_file_asks_for(
         ("distributed_type: MEGATRON_LM", "`distributed_type: MEGATRON_LM` in {} needs Megatron-LM, which"),
         ("distributed_type: TPU", "`distributed_type: XLA` in {} needs TPUs, which"),
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
-        ("compute_environment: AMAZON_SAGEMAKER", "`compute_environment: AMAZON_SAGEMAKER` in {} needs SageMaker's"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
         ("parallelism_config: {cp_comm_strategy: a}", "{}, line 1: `cp_comm_strategy` must be one of allgather, "),
         ("mixed_precision: fp8", "mixed_precision='fp8' is not supported by this version"),

@@ -80,7 +80,10 @@ LAUNCHER_STEPS = MissingFeature(
 )
 MEGATRON_LM = MissingFeature("Megatron-LM", _TRAINED_HERE)
 PIPELINE_STEPS = MissingFeature("Accelerate's separate steps of a pipeline", "prepare_pippy does them all.")
-SAGEMAKER = MissingFeature("SageMaker's launcher", "Start `trainer-lib launch` on the machines.")
+SAGEMAKER = MissingFeature(
+    "the arguments of SageMaker's Python package",
+    "`trainer-lib launch` describes the job by boto3: trainer_lib.commands.sagemaker.job.",
+)
 TPU = MissingFeature("TPUs", "Train on GPUs or the CPU.")
 AIM = MissingFeature(
     "a tracker for Aim", "Its package writes without an error, and its own reader finds nothing: use another tracker."

@@ -6,7 +6,6 @@ from trainer_lib.foundation.missing_features import (
     DEEPSPEED,
     FP8,
     MEGATRON_LM,
-    SAGEMAKER,
     TPU,
     MissingFeature,
 )
@@ -45,6 +44,7 @@ GROUPS = {
     "parallelism": "replication, sharding and splitting over the processes, if the script does not say it",
     "machines": "several machines",
     "mpi": "a launch by MPI",
+    "aws": "a launch on Amazon SageMaker, which a configuration file asks for",
     "failures": "failures and output",
     "script": "the script",
 }
@@ -53,7 +53,6 @@ MISSING_GROUPS = {
     "megatron_lm": "Megatron-LM, which this version does not have",
     "fp8": "fp8, which this version does not have",
     "tpu": "TPUs, which this version does not train on",
-    "aws": "SageMaker, which this version does not launch on",
 }
 
 
@@ -563,9 +562,15 @@ def _elsewhere() -> list[Setting]:
         Setting(name="tpu_use_sudo", group="tpu", kind=SWITCH, help="", default=False, missing=TPU),
         Setting(name="downcast_bf16", group="tpu", kind=SWITCH, help="", default=False, missing=TPU),
         Setting(name="main_training_function", group="tpu", kind=FILLED, help="", default="main", missing=TPU),
-        Setting(name="aws_access_key_id", group="aws", kind=FILLED, help="", key=None, missing=SAGEMAKER),
-        Setting(name="aws_secret_access_key", group="aws", kind=FILLED, help="", key=None, missing=SAGEMAKER),
     ]
+
+
+def _sagemaker() -> list[Setting]:
+    texts = {
+        "aws_access_key_id": "the key of an account (default: the file's profile, else what boto3 finds)",
+        "aws_secret_access_key": "its secret; AWS_SECRET_ACCESS_KEY keeps it out of lists of processes",
+    }
+    return [Setting(name=name, group="aws", kind=FILLED, help=text, key=None) for name, text in texts.items()]
 
 
 def _mpi() -> list[Setting]:
@@ -593,6 +598,7 @@ SETTINGS: dict[str, Setting] = {
     for settings in (
         _processes(), _training(), _compile(), _fsdp(), _parallelism(), _machines(), _failures(), _script(),
         _deepspeed(), _megatron_lm(), _fp8(), _elsewhere(), _mpi(),
+        _sagemaker(),
     )
     for setting in settings
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainer_lib.commands.config.questionnaire import Answers, Question
-from trainer_lib.commands.config.setting_question import note_of, question
+from trainer_lib.commands.config.setting_question import question
 from trainer_lib.launchers.config_file import SageMakerConfig
 from trainer_lib.launchers.setting import COUNT, FILLED, TEXT, YES_OR_NO, choice
 from trainer_lib.options.accelerate_constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
@@ -25,12 +25,12 @@ def sagemaker_questions() -> list[Question]:
 
     return [
         question("profile", "Which AWS profile (an empty line: keys in the environment)?", "",
-                 "A profile of ~/.aws; without one, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", TEXT,
-                 note=note_of("aws_access_key_id")),
+                 "A profile of ~/.aws; without one, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.", TEXT),
         question("region", "Which AWS region?", "us-east-1", "Where the jobs run.", FILLED),
         question("iam_role_name", "Which IAM role executes the jobs?", None,
                  "A role that may run SageMaker jobs and read the data.", FILLED),
-        question("image_uri", "Which Docker image (an empty line: SageMaker's)?", "", "The URI of an image.", TEXT),
+        question("image_uri", "Which Docker image?", "",
+                 "An image with Python, torch and trainer_lib; an empty line: Accelerate's launcher chooses.", TEXT),
         question("sagemaker_inputs_file", "A TSV file of input channels?", "",
                  "Columns channel_name and data_location; an empty line: none.", TEXT),
         question("sagemaker_metrics_file", "A TSV file of metrics?", "",

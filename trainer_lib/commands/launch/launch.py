@@ -14,8 +14,9 @@ from trainer_lib.commands.launch.launch_parser import launch_parser, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.missing_features import DEEPSPEED, SAGEMAKER, TPU, missing_function
+from trainer_lib.foundation.missing_features import DEEPSPEED, TPU, missing_function
 from trainer_lib.launchers import launch_plan
+from trainer_lib.launchers.config_file import SageMakerConfig
 from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
 from trainer_lib.processes.exit_codes import reason_of
@@ -64,6 +65,10 @@ def main() -> None:
 
 def _start(options: argparse.Namespace, command: Sequence[str]) -> int:
     values = LaunchValues(options)
+    if values.sagemaker is not None and not values["print_config"]:
+        from trainer_lib.commands.sagemaker.start import launch_on_sagemaker
+
+        return launch_on_sagemaker(values, command)
     program = [] if values["print_config"] else _program(values, command)
     _translate_names_of_torchrun(values)
     variables = script_variables(values)
@@ -261,7 +266,27 @@ def _say_nothing(message: str) -> None:
 
 # One launcher for all kinds of worlds, under Accelerate's names.
 simple_launcher = multi_gpu_launcher = launch_command
+
+
+def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
+    """Launch a script on SageMaker.
+
+    Args:
+        sagemaker_config: The configuration.
+        args: What a parser of `launch_command_parser` has parsed.
+
+    Raises:
+        SystemExit: If the launch fails, with its exit code.
+    """
+    from trainer_lib.commands.sagemaker.start import launch_on_sagemaker
+
+    values = LaunchValues(args)
+    values.sagemaker = sagemaker_config.to_dict()
+    code = launch_on_sagemaker(values, [args.training_script, *args.training_script_args])
+    if code:
+        raise SystemExit(code)
+
+
 deepspeed_launcher = missing_function("deepspeed_launcher", DEEPSPEED)
-sagemaker_launcher = missing_function("sagemaker_launcher", SAGEMAKER)
 tpu_launcher = missing_function("tpu_launcher", TPU)
 tpu_pod_launcher = missing_function("tpu_pod_launcher", TPU)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.missing_features import SAGEMAKER, refusal
+from trainer_lib.foundation.missing_features import refusal
 from trainer_lib.launchers.config_file import find_config_file, read_file
 from trainer_lib.launchers.config_reader import is_sagemaker
 from trainer_lib.launchers.launch_options import SETTINGS
@@ -26,8 +26,9 @@ _OPTION_OF_WORLD = {
 }
 _MULTI_GPU = "multi_gpu"  # that of all others
 _WORLDS = (_MULTI_GPU, "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-# Parts of a file that count only if `distributed_type` or `mixed_precision` asks for them, which is refused itself.
-_IDLE_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config")
+# Parts of a file that count only if `distributed_type` or `mixed_precision` asks for them, which is refused itself,
+# and what is for SageMaker alone.
+_IDLE_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config", "additional_args")
 _NOT_INHERITED = ("num_cpu_threads_per_process",)  # OMP_NUM_THREADS may be a list
 
 
@@ -44,6 +45,10 @@ class LaunchValues:
     Args:
         options: The options that were given; `None` for those that were not.
 
+    Attributes:
+        file: The configuration file that counts, if there is one.
+        sagemaker: What the file says, if it is for Amazon SageMaker.
+
     Raises:
         ConfigurationError: If the configuration file has something wrong in it, or settings contradict each other.
         UnsupportedError: If the file asks for something that this version does not have.
@@ -52,6 +57,7 @@ class LaunchValues:
     def __init__(self, options: argparse.Namespace) -> None:
         given = {name: value for name, value in vars(options).items() if name in SETTINGS and value is not None}
         self.file = Path(given["config_file"]).expanduser() if "config_file" in given else find_config_file()
+        self.sagemaker: Mapping[str, Any] | None = None
         self._values = {name: Sourced(setting.default, DEFAULT) for name, setting in SETTINGS.items()}
         if self.file is not None:
             with _says_how_to_use_another_file(given):
@@ -86,8 +92,9 @@ class LaunchValues:
     def _take_file(self, file: Path, given: Mapping[str, Any]) -> None:
         values = read_file(file)
         if is_sagemaker(values):
-            raise refusal(f"`compute_environment: AMAZON_SAGEMAKER` in {file}", SAGEMAKER)
-        self._take_world(values, file, given)
+            self.sagemaker = values  # its world is SageMaker's
+        else:
+            self._take_world(values, file, given)
         names = {setting.file_key: name for name, setting in SETTINGS.items() if not setting.section}
         for key, value in values.items():
             entries = value if isinstance(value, dict) else {names[key]: value} if key in names else {}
@@ -141,7 +148,13 @@ def _variable_of(name: str) -> str:
 
 
 def _check_needs(values: LaunchValues) -> None:
-    """Raise for options that have no effect without another one."""
+    """Raise for options that have no effect without another one, or a file."""
+    for name, setting in SETTINGS.items():
+        if setting.group == "aws" and values.is_asked(name) and values.sagemaker is None:
+            raise ConfigurationError(
+                f"--{name} has no effect without a configuration file that says `compute_environment: "
+                "AMAZON_SAGEMAKER`. `trainer-lib config` writes one; --config_file names it."
+            )
     for switch, group in (("use_fsdp", "fsdp"), ("use_parallelism_config", "parallelism")):
         for name, setting in SETTINGS.items():
             if setting.group == group and not values[switch] and name != switch and values.source(name)[:2] == "--":

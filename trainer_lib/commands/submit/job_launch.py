@@ -9,13 +9,10 @@ from typing import Any
 from trainer_lib.commands.launch.launch_environment import script_variables
 from trainer_lib.commands.launch.launch_parser import option_line, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
+from trainer_lib.commands.launch.option_words import OF_THE_SUBMISSION, PLACES, word_of, words_of
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.setting import Setting
-
-# Where a process runs is the scheduler's to say; the rest is about the submission.
-_OF_THE_SCHEDULER = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_endpoint")
-_OF_THE_SUBMISSION = ("dry_run", "print_config")
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,15 @@ def read_launch(arguments: Sequence[str], own: Mapping[str, Setting], runs_here:
         raise ConfigurationError("No script was given. Name it after the options: trainer-lib submit SCHEDULER SCRIPT.")
     if runs_here and not values["module"] and not values["no_python"] and not Path(script[0]).is_file():
         raise ConfigurationError(f"The script {script[0]!r} is not there (in {Path.cwd()}). Name a file.")
+    if values.sagemaker is not None:
+        raise ConfigurationError(
+            f"{values.file} is for SageMaker: `trainer-lib launch` submits there. Give another file by --config_file."
+        )
     _refuse_places(values)
     script_variables(values)  # wrong values are errors now, not when the job starts
     defaults = {name: setting.default for name, setting in own.items()}
     given = {name: value for name, value in vars(options).items() if name in own and value is not None}
-    words = _words(options, values) if runs_here else _words_of_all(values)
+    words = _words(options, values) if runs_here else words_of(values)
     return JobLaunch(defaults | given, values["num_machines"], words, script, bool(values["dry_run"]))
 
 
@@ -73,7 +74,7 @@ def describe(own: Mapping[str, Setting]) -> str:
 
 
 def _refuse_places(values: LaunchValues) -> None:
-    for name in _OF_THE_SCHEDULER[1:]:
+    for name in PLACES[1:]:
         if values.source(name) == f"--{name}":
             raise ConfigurationError(
                 f"--{name} has no effect in a job: the scheduler says where it runs. Leave it out."
@@ -83,19 +84,6 @@ def _refuse_places(values: LaunchValues) -> None:
 def _words(options: argparse.Namespace, values: LaunchValues) -> list[str]:
     """Return the options of the launch as they were given, and the configuration file that counts here."""
     file = [] if values.file is None else [f"--config_file={values.file.resolve()}"]
-    skipped = {*_OF_THE_SCHEDULER, *_OF_THE_SUBMISSION, "config_file"}
+    skipped = {*PLACES, *OF_THE_SUBMISSION}
     given = {name: value for name, value in vars(options).items() if name in SETTINGS and name not in skipped}
-    return file + [_word(name, value) for name, value in given.items() if value is not None]
-
-
-def _words_of_all(values: LaunchValues) -> list[str]:
-    """Return all values that are no defaults as options, for a job that does not see the configuration file."""
-    skipped = {*_OF_THE_SCHEDULER, *_OF_THE_SUBMISSION, "config_file"}
-    asked = {name: values[name] for name in SETTINGS if name not in skipped and values.is_asked(name)}
-    return [_word(name, value) for name, value in asked.items() if value is not None]
-
-
-def _word(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--{name}=no"
-    return f"--{name}={value}"
+    return file + [word_of(name, value) for name, value in given.items() if value is not None]
