@@ -46,7 +46,7 @@ NOT_COVERED = {
     "accelerate config, config default, config update": "tests/commands/test_config.py and test_questionnaire.py",
     "accelerate env": "tests/commands/test_env.py",
     "accelerate test": "tests/commands/test_self_check.py",
-    "accelerate tpu-config, notebook_launcher on TPUs": "this version does not train on TPUs",
+    "notebook_launcher on TPUs": "this version does not train on TPUs",
     "accelerate launch --multi_gpu, CUDA_VISIBLE_DEVICES": "needs GPUs; the options are tested in tests/commands",
     "deepspeed_config in YAML, zero_stage2_config.json": "not there yet: the launcher refuses them",
     "model.save_checkpoint, zero_to_fp32": "DeepSpeed's own methods",

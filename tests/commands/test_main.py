@@ -14,11 +14,6 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "launch           start a script" in capsys.readouterr().out
 
 
-def test_a_command_of_accelerates_that_is_not_there_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tpu-config", "--tpu_name", "a"]) == 2
-    assert "tpu-config needs TPUs, which this version does not have." in capsys.readouterr().err
-
-
 def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)

@@ -18,7 +18,7 @@ COMMANDS = {
     "estimate-memory": ("trainer_lib.commands.estimate", "estimate the memory that a model takes"),
     "merge-weights": ("trainer_lib.commands.merge", "write the whole weights of a checkpoint of FSDP in shards"),
     "to-fsdp2": ("trainer_lib.commands.to_fsdp2", "convert a configuration of FSDP1 to FSDP2"),
-    "tpu-config": ("trainer_lib.commands.tpu", "refused: this version does not train on TPUs"),
+    "tpu-config": ("trainer_lib.commands.tpu", "run commands on all machines of a TPU pod"),
     "runs": ("trainer_lib.commands.runs.runs", "list runs: status, progress and metrics"),
     "report": ("trainer_lib.commands.runs.report", "write a page of curves and tables of runs, and compare them"),
     "checkpoint": ("trainer_lib.commands.checkpoint.checkpoint", "list, verify, inspect and prune checkpoints"),

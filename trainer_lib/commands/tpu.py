@@ -1,15 +1,105 @@
-"""The command `trainer-lib tpu-config`, which this version refuses."""
+"""The command `trainer-lib tpu-config`: run commands on all machines of a TPU pod, by gcloud."""
 
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from trainer_lib.foundation.missing_features import TPU, missing_function, refusal
+from trainer_lib.commands.subcommands import add_option, make_parser
+from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.config_file import find_config_file, load_config_from_file
 
-main = missing_function("main", TPU)
-tpu_command_launcher = missing_function("tpu_command_launcher", TPU)
-tpu_command_parser = missing_function("tpu_command_parser", TPU)
+_FOLDER = "/usr/share"  # where Accelerate's commands for pods run
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Refuse, and say why."""
-    del arguments
-    raise refusal("tpu-config", TPU)
+    """Run the commands, and return the exit code of gcloud."""
+    return _run(tpu_command_parser().parse_args(arguments))
+
+
+def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of the command, which is added to `subparsers` if you give them."""
+    description = "Run commands on all machines of a TPU pod, before a launch there."
+    parser = make_parser("tpu-config", description, subparsers)
+    add_option(parser, "config_file", help="a configuration with tpu_name, tpu_zone, and commands or a command_file")
+    add_option(parser, "tpu_name", help="the name of the TPU")
+    add_option(parser, "tpu_zone", help="its zone")
+    add_option(parser, "use_alpha", action="store_true", help="use `gcloud alpha`")
+    add_option(parser, "command_file", help="a file with a command on each line")
+    add_option(parser, "command", action="append", nargs="+", help="a command; may be given several times")
+    parser.add_argument(
+        "--install_trainer_lib", "--install_accelerate", action="store_true", help="install trainer_lib there first"
+    )
+    parser.add_argument(
+        "--trainer_lib_version", "--accelerate_version", default="latest", help="the version to install, or latest"
+    )
+    add_option(parser, "debug", action="store_true", help="print what would run, and run nothing")
+    parser.set_defaults(func=tpu_command_launcher)
+    return parser
+
+
+def tpu_command_launcher(args: argparse.Namespace) -> None:
+    """Run what the parsed options say.
+
+    Raises:
+        ConfigurationError: If the name, the zone or the commands are missing, or gcloud is not installed.
+        SystemExit: If gcloud fails, with its exit code.
+    """
+    code = _run(args)
+    if code:
+        raise SystemExit(code)
+
+
+def _run(args: argparse.Namespace) -> int:
+    command = _gcloud(args)
+    if args.debug:
+        print(f"Would run: {shlex.join(command)}")
+        return 0
+    if shutil.which("gcloud") is None:
+        raise ConfigurationError("There is no program gcloud here. Install it, or print the command by --debug.")
+    return subprocess.run(command, check=False).returncode
+
+
+def _gcloud(args: argparse.Namespace) -> list[str]:
+    values = _values(args)
+    commands = [" ".join(words) for words in args.command or []]
+    if not commands and values.get("command_file"):
+        commands = _lines(values["command_file"])
+    commands = commands or list(values.get("commands") or [])
+    if args.install_trainer_lib:
+        version = "" if args.trainer_lib_version == "latest" else f"=={args.trainer_lib_version}"
+        commands.insert(0, f"pip install -U trainer_lib{version}")
+    if not commands:
+        raise ConfigurationError("There is no command to run. Give --command or --command_file.")
+    for name in ("tpu_name", "tpu_zone"):
+        if not values.get(name):
+            raise ConfigurationError(f"--{name} is missing, and no configuration file says it.")
+    return [
+        "gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", values["tpu_name"],
+        "--zone", values["tpu_zone"], "--command", "; ".join([f"cd {_FOLDER}", *commands]), "--worker", "all",
+    ]  # fmt: skip
+
+
+def _values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what options say, else the configuration file that was named or is where configurations are."""
+    file = args.config_file or find_config_file()
+    values = {} if file is None else load_config_from_file(file).to_dict()
+    given = {name: getattr(args, name) for name in ("tpu_name", "tpu_zone", "command_file")}
+    return values | {name: value for name, value in given.items() if value is not None}
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"The command file {file} cannot be read: {error.strerror}.") from error
+    return [line for line in lines if line.strip()]
+
+
+def main() -> None:
+    """Run what the command line of this program says."""
+    sys.exit(run(sys.argv[1:]))
