@@ -16,7 +16,7 @@ from tests.launched import ROOT
 from trainer_lib.processes.ports import free_port
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
-_PATIENCE = 150  # seconds
+_PATIENCE = 400  # seconds
 
 _CONFIGURATION = """\
 ClusterName=test
@@ -56,7 +56,7 @@ class SlurmCluster:
     def __init__(self, configuration: Path) -> None:
         self.variables = {**os.environ, "SLURM_CONF": str(configuration), "PYTHONPATH": str(ROOT)}
 
-    def run(self, *command: str, timeout: float = 120, **variables: str) -> str:
+    def run(self, *command: str, timeout: float = _PATIENCE, **variables: str) -> str:
         """Run a command, and return its output and errors."""
         done = subprocess.run(
             command,

@@ -229,7 +229,7 @@ def test_real_mpirun(command: list[str], script: Path) -> None:
         pytest.skip(f"{command[0]} is not installed (Debian: openmpi-bin, mpich)")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     python = [sys.executable, str(script), str(script.parent)]
-    subprocess.run([*command, *python], env=environment, check=True, timeout=120)
+    subprocess.run([*command, *python], env=environment, check=True, timeout=400)
     assert reports_in(script.parent) == report(2, "mpirun", [0, 1])
 
 
