@@ -81,10 +81,10 @@ def tell_end(contestant: str, scenario: str, steps: int, wall: float, cpu: float
     (chosen,) = (candidate for candidate in SCENARIOS if candidate.name == scenario)
     end = _End()
     run(kind(), chosen, steps, end)
-    print(end.cpu - cpu, end.wall - wall, _peak())
+    print(end.cpu - cpu, end.wall - wall, peak_memory())
 
 
-def _peak() -> float:
+def peak_memory() -> float:
     """Return the most memory that this process had, in bytes; 0 where the system does not tell."""
     status = Path("/proc/self/status")  # not getrusage, which counts what its parent had before the program began
     lines = status.read_text().splitlines() if status.exists() else []
