@@ -46,11 +46,24 @@ def load_tensor(path: Path, name: str, device: str | torch.device = "cpu") -> Te
     Raises:
         CheckpointError: If the file or the tensor cannot be read.
     """
-    locations, aliases = _locations(path, path.stat().st_mtime_ns)
+    return read_tensor(path, *locate_tensor(path, name)).to(device)
+
+
+def locate_tensor(path: Path, name: str) -> TensorLocation:
+    """Return where a tensor is in a safetensors file.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or has no such tensor.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    locations, aliases = _locations(path, (state.st_mtime_ns, state.st_size, state.st_ino))
     location = locations.get(aliases.get(name, name))
     if location is None:
         raise CheckpointError(f"{path} has no tensor {name!r}.")
-    return read_tensor(path, location.dtype, location.shape, location.start).to(device)
+    return location
 
 
 def read_tensor(path: Path, dtype: torch.dtype, shape: Sequence[int], start: int = 0) -> Tensor:
@@ -76,8 +89,8 @@ def read_tensor(path: Path, dtype: torch.dtype, shape: Sequence[int], start: int
 
 
 @lru_cache(maxsize=64)
-def _locations(path: Path, modified: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    del modified  # the header of a file that was written again is read again
+def _locations(path: Path, state: tuple[int, ...]) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    del state  # the header of a file that was written again is read again
     locations, metadata = read_locations(path)
     return locations, {alias: name for alias, name in metadata.items() if name in locations}
 

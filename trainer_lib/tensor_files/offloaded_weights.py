@@ -13,7 +13,8 @@ from torch import Tensor
 from trainer_lib.filesystem.atomic_files import path_inside, replace_file
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
-from trainer_lib.tensor_files.load_tensors import load_tensor, read_tensor
+from trainer_lib.tensor_files.load_tensors import locate_tensor
+from trainer_lib.tensor_files.map_tensor import map_or_read, map_tensor
 
 _INDEX = "index.json"
 _ENDING = ".dat"
@@ -170,8 +171,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         entry = self.index[key]
         if "safetensors_file" not in entry:
             path = Path(self.save_folder or "") / f"{key}{_ENDING}"
-            return read_tensor(path, getattr(torch, entry["dtype"]), entry["shape"])
-        tensor = load_tensor(Path(entry["safetensors_file"]), entry.get("weight_name", key), self.device or "cpu")
+            return map_tensor(path, getattr(torch, entry["dtype"]), entry["shape"], is_read_now=True)
+        path = Path(entry["safetensors_file"])
+        tensor = map_or_read(path, locate_tensor(path, entry.get("weight_name", key)), is_read_now=True)
+        tensor = tensor.to(self.device or "cpu")
         return tensor.to(getattr(torch, entry["dtype"])) if "dtype" in entry else tensor
 
     def __iter__(self) -> Iterator[str]:

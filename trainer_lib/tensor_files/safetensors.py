@@ -39,6 +39,7 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA = {"format": "pt"}  # transformers refuses files without it
+ALIGNMENT = 64  # bytes, as torch aligns its memory: some kernels round differently elsewhere
 
 
 class TensorLocation(NamedTuple):
@@ -178,7 +179,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 

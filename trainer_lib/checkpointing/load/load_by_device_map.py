@@ -87,12 +87,19 @@ class _Placed:
 
     def load(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
         """Load weights of a file in these types, each to its device."""
-        values = self._files.read(path, kinds)
+        as_they_are = {name for name, kind in kinds.items() if self._is_used_as_it_is(name, kind)}
+        values = self._files.map(path, as_they_are) | self._files.read(path, kinds.keys() - as_they_are)
         while values:  # one after the other, so that a converted one does not stay in memory twice
             name, value = values.popitem()
             device: Any = device_of(name, self._device_map)
             self._put(name, "cpu" if device == "disk" else device, value, kinds[name])
             del value
+
+    def _is_used_as_it_is(self, name: str, kind: torch.dtype) -> bool:
+        """Whether a weight is used on the CPU in the type that it has in its file."""
+        device: Any = device_of(name, self._device_map)
+        is_on_host = device == "disk" or torch.device(device).type == "cpu"
+        return is_on_host and self._files.kinds[name][0] == kind and not is_quantized(self._slot(name))
 
     def keep_on_disk(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
         """Refer to weights of a safetensors file; write others, and those that are quantized now, into the folder."""

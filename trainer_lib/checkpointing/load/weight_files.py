@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer_lib.modules.quantized_layers import is_quantized, weight_of
-from trainer_lib.tensor_files.load_tensors import load_tensor, load_tensors
+from trainer_lib.tensor_files.load_tensors import load_tensor, load_tensors, locate_tensor
+from trainer_lib.tensor_files.map_tensor import map_or_read
 from trainer_lib.tensor_files.weights_index import files_of_weights, load_state_dict, read_file_shapes
 
 
@@ -52,6 +53,12 @@ class WeightFiles:
         if len(wanted) == len(self._of_path[path]):
             return load_tensors(path)
         return {name: load_tensor(path, name) for name in wanted}
+
+    def map(self, path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return weights of one file that are read when they are used, as far as its format allows it."""
+        if path.suffix != ".safetensors":
+            return self.read(path, names)
+        return {name: map_or_read(path, locate_tensor(path, name)) for name in names}
 
     def statistics(self, name: str) -> dict[str, Tensor]:
         """Return the statistics of a quantized weight, which may be in another file; none of a whole one."""
