@@ -1,5 +1,6 @@
 """Names that are imported when they are first used."""
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,10 @@ import pytest
 
 from trainer_lib.foundation.lazy_imports import lazy_names
 
+PACKAGE = """
+from trainer_lib.foundation.lazy_imports import lazy_names
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+"""
 STUB = """
 from json import dumps as dumps
 from json import (
@@ -80,3 +85,28 @@ def test_a_star_import_leaves_out_the_estimators_of_scikit_learn() -> None:
     import trainer_lib
 
     assert set(dir(trainer_lib)) - set(trainer_lib.__all__) == {"TrainerClassifier", "TrainerRegressor"}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_collection_runs_within_an_import(is_enabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"package_{is_enabled}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(PACKAGE)
+    (tmp_path / name / "__init__.pyi").write_text(
+        f"from {name}.part import seen as seen\nfrom {name}.bad import x as x\n"
+    )
+    (tmp_path / name / "part.py").write_text("import gc\nseen = gc.isenabled()\n")
+    (tmp_path / name / "bad.py").write_text("raise ValueError('bad')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        package = importlib.import_module(name)
+        assert package.seen is False
+        assert gc.isenabled() == is_enabled
+        with pytest.raises(ValueError, match="bad"):
+            _ = package.x
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            del sys.modules[module]

@@ -1,8 +1,10 @@
 """Lazy public names of a package, declared once, in the stub beside its `__init__.py`."""
 
 import ast
+import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,24 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         if name not in modules:
             # An AttributeError, since hasattr() and `from package import name` rely on it.
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, modules)}")
-        value = getattr(importlib.import_module(modules[name]), name)
+        with _without_collections():
+            value = getattr(importlib.import_module(modules[name]), name)
         importlib.import_module(package).__dict__[name] = value
         return value
 
     return get, lambda: sorted(modules), sorted(modules)
+
+
+@contextmanager
+def _without_collections() -> Generator[None]:
+    """Import without garbage collections: hundreds of new modules would set off one over all that torch has made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _imports_of_stub(package: str, file: Path) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import psutil
 import torch
 
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
@@ -20,6 +19,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
         >>> get_max_memory({"cpu": "1GB"})
         {'cpu': 1000000000}
     """
+    import psutil
+
     if max_memory is not None:
         if not isinstance(max_memory, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(

@@ -1,6 +1,5 @@
 """The result of `fit`."""
 
-import html
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,6 +118,8 @@ class FitResult:
 
     def _repr_html_(self) -> str:
         """Return the result as an HTML table for notebooks."""
+        import html
+
         left = 'style="text-align: left"'
         cells = "".join(
             f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(value)}</td></tr>"

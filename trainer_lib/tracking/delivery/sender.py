@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, Protocol
-
-import psutil
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.tracking.base import GeneralTracker
 from trainer_lib.tracking.delivery.entries import Entry, EntryCalls, describe_error
+
+if TYPE_CHECKING:
+    import psutil
 
 _BUSY_SHARE = 0.04  # of a CPU
 _BYTES = 1e6  # bytes written that count as one second of CPU
@@ -171,6 +172,8 @@ class ChildDelivery:
 
     def computes(self, seconds: float) -> bool:
         """Whether the process uses the CPU."""
+        import psutil
+
         process = self._process
         if process is None:
             return False
@@ -239,7 +242,7 @@ class ChildDelivery:
             raise DeliveryError(error_text, done)
 
 
-def _work(process: psutil.Process) -> float:
+def _work(process: "psutil.Process") -> float:
     """Return a measure of a process's work: CPU seconds plus bytes written."""
     return sum(process.cpu_times()[:2]) + process.io_counters().write_bytes / _BYTES
 

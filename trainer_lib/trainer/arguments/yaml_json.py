@@ -9,10 +9,10 @@ import typing
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-import yaml
 
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, path_at
 from trainer_lib.foundation.error_values import shown
@@ -22,20 +22,6 @@ from trainer_lib.trainer.arguments.type_hints import field_types, has_fields, me
 T = TypeVar("T")
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# PyYAML reads YAML 1.1, in which 5e-5 is a text; in YAML 1.2 it is a number.
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+")
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads plain values only."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes plain values; texts that look like numbers go in quotes."""
-
-
-for _yaml_class in (_Loader, _Dumper):
-    _yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def to_plain(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
@@ -73,11 +59,7 @@ def from_plain(cls: type, values: Any) -> dict[str, Any]:
 def write(path: str | os.PathLike[str], values: Mapping[str, Any]) -> None:
     """Write plain values to a file."""
     file = Path(path).expanduser()
-    text = (
-        json.dumps(values, indent=2, allow_nan=False) + "\n"
-        if _is_json(file)
-        else yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    )
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n" if _is_json(file) else _yaml_text().dump(values)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
 
@@ -101,12 +83,18 @@ def read_values(path: str | os.PathLike[str] | RemotePath) -> tuple[dict[str, An
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is not a text file in UTF-8: {error}.") from error
-    values, lines = _read_json(text, path) if is_json else _read_yaml(text, path)
+    values, lines = _read_json(text, path) if is_json else _yaml_text().read(text, path)
     if not isinstance(values, dict):
         raise ConfigurationError(
             f"{path} must hold a mapping from argument names to values, and holds a {type(values).__name__}."
         )
     return values, lines
+
+
+def _yaml_text() -> ModuleType:
+    from trainer_lib.trainer.arguments import yaml_text  # not before it is needed: it takes 15 ms to import
+
+    return yaml_text
 
 
 def _is_json(file: AnyPath) -> bool:
@@ -128,26 +116,6 @@ def _read_json(text: str, path: Any) -> tuple[Any, dict[str, int]]:
         raise ConfigurationError(f"{path}, line {error.lineno}: invalid JSON: {error.msg}.") from error
     names = re.finditer(r'"(\w+)"\s*:', text)
     return values, {match[1]: text.count("\n", 0, match.start()) + 1 for match in reversed(list(names))}
-
-
-def _read_yaml(text: str, path: Any) -> tuple[Any, dict[str, int]]:
-    loader = _Loader(text)
-    lines: dict[str, int] = {}
-    try:
-        node = loader.get_single_node()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise ConfigurationError(f"{path}, line {line}: {key.value} is given twice. Give it once.")
-            lines[str(key.value)] = line
-        values = {} if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}"
-        raise ConfigurationError(f"{path}{where}: invalid YAML: {getattr(error, 'problem', error)}.") from error
-    finally:
-        loader.dispose()
-    return values, lines
 
 
 def _location(path: Any, lines: Mapping[str, int], message: str) -> str:

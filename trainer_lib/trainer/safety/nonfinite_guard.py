@@ -5,7 +5,6 @@ each other anyway: the norm of the gradients tells everything, on all ranks alik
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -260,9 +259,11 @@ def _usual(losses: Iterable[float]) -> tuple[float, float]:
     The distance, unlike a multiple of the loss, means the same for losses around zero and below it. Medians, since a
     spike among the losses must not hide the next one.
     """
+    from statistics import median as median_of
+
     known = list(losses)
-    median = statistics.median(known)
-    return median, max(statistics.median(abs(loss - median) for loss in known), 0.01 * abs(median))
+    median = median_of(known)
+    return median, max(median_of(abs(loss - median) for loss in known), 0.01 * abs(median))
 
 
 def _that_can_skip(optimizers: Any) -> list[Any]:

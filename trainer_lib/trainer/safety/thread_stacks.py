@@ -9,8 +9,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import psutil
-
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.uploading import CheckpointUploader
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
@@ -127,6 +125,8 @@ class WorkerWork:
 
     def is_seen(self, pid: int, seconds: float) -> bool:
         """Whether it used the processor since the last time, some seconds ago."""
+        import psutil
+
         try:
             used = sum(psutil.Process(pid).cpu_times()[:2])
         except psutil.Error:  # torch is about to notice that it died
