@@ -141,7 +141,7 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
         ({"fp16": True, "bf16": False}, 'mixed_precision="fp16"'),
         ({"fp16": False}, "mixed_precision=None"),
         ({"optim": "adamw_torch_fused"}, 'optimizer="adamw"'),
-        ({"optim": "paged_adamw_8bit"}, 'optimizer="bitsandbytes.optim.PagedAdamW8bit"'),
+        ({"optim": "paged_adamw_8bit"}, 'optimizer="paged_adamw_8bit"'),
         ({"adam_beta2": 0.95}, "optimizer_kwargs={'betas': [0.9, 0.95]}"),
         (
             {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "optim": "adamw_torch"},

@@ -176,7 +176,8 @@ class TrainingArguments(ArgumentsBase):
     optimizer: str = setting(
         OPTIMIZER,
         "adamw",
-        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, or a dotted path.',
+        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, one of bitsandbytes, torchao '
+        'or schedulefree by name ("adamw_8bit", "schedule_free_adamw"), or a dotted path.',
         check=checks.optimizer_name,
         on_resume=OnResume.REFUSED,
     )

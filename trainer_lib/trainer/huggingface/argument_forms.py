@@ -11,6 +11,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.trainer.optim.optimizer_packages import PATHS
 
 
 class Made:
@@ -165,23 +166,7 @@ _OPTIMIZERS = {
     "sgd": "sgd",
     "adagrad": "adagrad",
     "rmsprop": "rmsprop",
-    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
-    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
-    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
-    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
-    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
-    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
-    "ademamix": "bitsandbytes.optim.AdEMAMix",
-    "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
-    "paged_ademamix_32bit": "bitsandbytes.optim.PagedAdEMAMix",
-    "paged_ademamix_8bit": "bitsandbytes.optim.PagedAdEMAMix8bit",
-    "lion_32bit": "bitsandbytes.optim.Lion",
-    "lion_8bit": "bitsandbytes.optim.Lion8bit",
-    "paged_lion_32bit": "bitsandbytes.optim.PagedLion",
-    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
-    "rmsprop_bnb": "bitsandbytes.optim.RMSprop",
-    "rmsprop_bnb_8bit": "bitsandbytes.optim.RMSprop8bit",
-    "rmsprop_bnb_32bit": "bitsandbytes.optim.RMSprop32bit",
+    **{name: name for name in PATHS if not name.startswith("schedule_free")},  # which need a constant schedule
 }
 
 
@@ -195,7 +180,7 @@ def _optimizer(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
         ours["optimizer"] = _OPTIMIZERS[name]
     options: dict[str, Any] = {}
     # Adam's options have no effect on other optimizers, as in transformers.
-    if "adam" in _OPTIMIZERS[name].lower():
+    if "adam" in _OPTIMIZERS[name]:
         if "adam_beta1" in arguments or "adam_beta2" in arguments:
             options["betas"] = [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999)]
         if "adam_epsilon" in arguments:

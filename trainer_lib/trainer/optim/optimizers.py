@@ -1,4 +1,4 @@
-"""Optimizers by name: those of torch by short names, others by dotted paths."""
+"""Optimizers by name: those of torch and of well-known packages by short names, others by dotted paths."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_any_keyword
+from trainer_lib.trainer.optim.optimizer_packages import PATHS, load_by_name
 
 # torch has fused kernels for more optimizers, but those of SGD and Adagrad do not support the sparse gradients of
 # embeddings, which a parameter does not reveal.
@@ -35,7 +36,8 @@ def build_optimizer(
     Adam and AdamW are fused if device and dtypes allow it, the others use `foreach`; `options` can set both.
 
     Args:
-        name: One of torch's optimizers in lower case ("adamw", "sgd", "sparse_adam" …), or a dotted path.
+        name: One of torch's optimizers in lower case ("adamw", "sgd", "sparse_adam" …), one of another package
+            ("adamw_8bit", "schedule_free_adamw" …), or a dotted path.
         parameters: Parameters, or groups as `group_parameters` returns them.
         learning_rate: The learning rate of groups that do not set one.
         weight_decay: The weight decay of groups that do not set one.
@@ -70,13 +72,13 @@ def build_optimizer(
 
 
 def optimizer_names() -> list[str]:
-    """Return the short names of the supported optimizers of torch.
+    """Return the short names of the supported optimizers, those of packages that may not be installed among them.
 
     Example:
-        >>> "adamw" in optimizer_names(), "lbfgs" in optimizer_names()
-        (True, False)
+        >>> "adamw" in optimizer_names(), "adamw_8bit" in optimizer_names(), "lbfgs" in optimizer_names()
+        (True, True, False)
     """
-    return sorted(name for name in _known() if name not in _REFUSED)
+    return sorted(name for name in (*_known(), *PATHS) if name not in _REFUSED)
 
 
 _REFUSED = {
@@ -101,9 +103,9 @@ def _kind(name: Any) -> Callable[..., Any]:
         short = kind.__name__.lower() if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS) else ""
     else:
         short = name.lower()
-        if short not in _known():
+        if short not in _known() and short not in PATHS:
             raise ConfigurationError(unknown("optimizer", name, optimizer_names()) + " Or give a dotted path.")
-        kind = _known()[short]
+        kind = load_by_name(short) if short in PATHS else _known()[short]
     if short in _REFUSED:
         raise UnsupportedError(f"optimizer={name!r} is not supported: {_REFUSED[short]}.")
     return kind
