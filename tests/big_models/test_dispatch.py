@@ -2,9 +2,10 @@
 
 import copy
 import errno
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,54 @@ def test_a_disk_that_fills_up_leaves_the_model_in_memory(tmp_path: Path, monkeyp
     assert not any(is_offloaded(model))
     assert model(torch.ones(1, 2)).shape == (1, 2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Let the system refuse files above 20 kB, as a disk does that fills up half-way."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def layers(device: str = "cpu") -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(20, width, device=device) for width in (20, 20, 400)))  # the last is too large
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_weight_that_the_disk_has_no_room_for_leaves_the_model_in_memory(tmp_path: Path) -> None:
+    for offload in (OFFLOADS["disk"], lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder)):
+        model = layers()
+        with pytest.raises(CheckpointError, match=r"offloaded weights could not be written: .*File too large"):
+            offload(model, tmp_path)
+        assert not any(is_offloaded(model))
+        assert not hasattr(model, "hf_device_map")
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["full", "file"])
+def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_loaded(
+    place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    state, shards = layers().state_dict(), tmp_path / "shards"
+    shards.mkdir()
+    weight_map = {name: f"pytorch_model-{name[0]}.bin" for name in state}
+    for file in set(weight_map.values()):
+        torch.save({name: tensor for name, tensor in state.items() if weight_map[name] == file}, shards / file)
+    (shards / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    folder = tmp_path / "offloaded"
+    request.getfixturevalue("small_files") if place == "full" else folder.touch()
+    for model in (layers("meta"), layers()):
+        before = [(parameter, parameter.clone()) for parameter in model.parameters()]
+        with pytest.raises(CheckpointError, match="offloaded weights could not be written"):
+            load_checkpoint_and_dispatch(model, shards, {"0": "cpu", "1": "disk", "2": "disk"}, offload_folder=folder)
+        for parameter, (old, value) in zip(model.parameters(), before, strict=True):
+            assert parameter is old
+            assert parameter.is_meta or torch.equal(parameter, value)
+        assert not hasattr(model, "hf_device_map")
+    assert place == "file" or not list(folder.iterdir())
 
 
 def test_an_offload_folder_that_is_a_file_leaves_the_model_in_memory(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | Path,
     array = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
     path = path_inside(Path(offload_folder), f"{weight_name}{_ENDING}", weight_name)
     with _write_errors(offload_folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_array(array, path)
     return {**(index or {}), weight_name: {"dtype": str(weight.dtype).removeprefix("torch."), "shape": shape}}
 
@@ -66,7 +67,9 @@ def save_offload_index(index: Index, offload_folder: str | Path) -> None:
     path = Path(offload_folder) / _INDEX
     entries = {**(_read_index(path) if path.is_file() else {}), **index}
     if entries:
-        replace_file(path, lambda partial: partial.write_text(json.dumps(entries, indent=2), encoding="utf-8"))
+        with _write_errors(offload_folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, lambda partial: partial.write_text(json.dumps(entries, indent=2), encoding="utf-8"))
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
@@ -85,10 +88,20 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
                 index = offload_weight(tensor, name, save_dir, index)
             save_offload_index(index, save_dir)
     except CheckpointError:
-        for name in state_dict:
-            with suppress(OSError):
-                path_inside(Path(save_dir), f"{name}{_ENDING}", name).unlink(missing_ok=True)
+        remove_offloaded_weights(save_dir, state_dict)
         raise
+
+
+def remove_offloaded_weights(offload_folder: str | Path, names: Iterable[str]) -> None:
+    """Remove the files of weights from a folder, as far as they are there.
+
+    Args:
+        offload_folder: The folder.
+        names: The names of the weights.
+    """
+    for name in names:
+        with suppress(OSError):
+            path_inside(Path(offload_folder), f"{name}{_ENDING}", name).unlink(missing_ok=True)
 
 
 @contextmanager

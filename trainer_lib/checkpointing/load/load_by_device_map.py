@@ -1,6 +1,6 @@
 """Loads weights into a model module by module: each to the device that a device map names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpointing.load.weight_files import WeightFiles
-from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, StateError
 from trainer_lib.modules.device_placement import Device, check_device_map, device_of, set_module_tensor_to_device
 from trainer_lib.modules.names import is_listed
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
@@ -18,6 +18,7 @@ from trainer_lib.tensor_files.offloaded_weights import (
     Index,
     OffloadedWeightsLoader,
     offload_weight,
+    remove_offloaded_weights,
     save_offload_index,
 )
 
@@ -49,28 +50,28 @@ def load_by_device_map(
 
     Raises:
         StateError: If a weight has another shape than the model's.
+        CheckpointError: If weights cannot be written to the disk. Nothing has been loaded then.
     """
     check_device_map(model, device_map)
     files, ties, state = WeightFiles(checkpoint), find_tied_parameters(model), model.state_dict(keep_vars=True)
     wanted = {name for name in files.shapes if name in state and not files.is_statistics(name)}
     _check_shapes(state, files, wanted, checkpoint)
     placed = _Placed(model, files, device_map, offload_folder)
+    kinds = {name: _dtype(name, state[name], dtype, keep_in_fp32) for name in files.shapes if name in wanted}
+    on_disk = {
+        name
+        for name in wanted
+        if device_of(name, device_map) == "disk" and (offload_buffers or isinstance(state[name], nn.Parameter))
+    }
+    # First what a full disk can stop, so that nothing has been loaded then.
+    placed.keep_on_disk({path: _those(kinds, on_disk.intersection(names)) for path, names in files.by_file()})
     for path, names in files.by_file():
-        loaded = [name for name in names if name in wanted]
-        on_disk = {
-            name
-            for name in loaded
-            if device_of(name, device_map) == "disk" and (offload_buffers or isinstance(state[name], nn.Parameter))
-        }
-        kinds = {name: _dtype(name, state[name], dtype, keep_in_fp32) for name in loaded}
-        placed.keep_on_disk(path, {name: kinds[name] for name in loaded if name in on_disk})
-        placed.load(path, {name: kinds[name] for name in loaded if name not in on_disk})
+        of_file = _those(kinds, wanted.intersection(names))
+        placed.load(path, _those(kinds, of_file.keys() - on_disk))
         if path.suffix == ".safetensors":
-            placed.entries |= {name: _entry(path, name, kind) for name, kind in kinds.items()}
+            placed.entries |= {name: _entry(path, name, kind) for name, kind in of_file.items()}
     loaded = wanted | _load_tied(model, ties, device_map, wanted, placed.index, placed.entries)
-    if placed.index and offload_folder is not None:
-        Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        save_offload_index(placed.index, offload_folder)
+    placed.save_index()
     unexpected = {name for name in files.shapes if name not in state and not files.is_statistics(name)}
     return loaded, unexpected, placed.index
 
@@ -83,6 +84,7 @@ class _Placed:
     ) -> None:
         self._model, self._files, self._device_map, self._folder = model, files, device_map, folder
         self.index: Index = {}
+        self._written: list[str] = []  # names of weights that have a file in the folder
         self.entries: dict[str, dict[str, Any]] = {}  # of weights in safetensors files
 
     def load(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
@@ -101,7 +103,23 @@ class _Placed:
         is_on_host = device == "disk" or torch.device(device).type == "cpu"
         return is_on_host and self._files.kinds[name][0] == kind and not is_quantized(self._slot(name))
 
-    def keep_on_disk(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
+    def keep_on_disk(self, kinds_of: Mapping[Path, Mapping[str, torch.dtype]]) -> None:
+        """Keep weights of files on the disk, in these types, and write the index; if that fails, remove the files."""
+        try:
+            for path, kinds in kinds_of.items():
+                self._keep_on_disk(path, kinds)
+            self.save_index()
+        except CheckpointError:
+            if self._folder is not None:
+                remove_offloaded_weights(self._folder, self._written)
+            raise
+
+    def save_index(self) -> None:
+        """Write the index of the weights on the disk into the folder, if there is one."""
+        if self.index and self._folder is not None:
+            save_offload_index(self.index, self._folder)
+
+    def _keep_on_disk(self, path: Path, kinds: Mapping[str, torch.dtype]) -> None:
         """Refer to weights of a safetensors file; write others, and those that are quantized now, into the folder."""
         is_safe = path.suffix == ".safetensors"
         to_write: list[str] = []
@@ -145,7 +163,7 @@ class _Placed:
                 f"device_map puts {name} on the disk, and it cannot be read in place from its file: that is not in the "
                 "safetensors format, or the weight is quantized now. Give offload_folder, a folder for such weights."
             )
-        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        self._written.append(name)
         self.index = offload_weight(value, name, self._folder, self.index)
 
 
@@ -177,6 +195,10 @@ def _load_tied(
             named.add(name)
     retie_by_device(model, ties)
     return named
+
+
+def _those(kinds: Mapping[str, torch.dtype], names: Container[str]) -> dict[str, torch.dtype]:
+    return {name: kind for name, kind in kinds.items() if name in names}
 
 
 def _entry(path: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
