@@ -83,6 +83,7 @@ class ParallelismConfig:
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one of them to 1."
             )
         self._mesh: DeviceMesh | None = None
+        self._weight_mesh: DeviceMesh | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -179,6 +180,20 @@ class ParallelismConfig:
         """The names of the dimensions over which FSDP2 works."""
         return [*self._active("dp_replicate"), "dp_shard"]
 
+    @property
+    def ranks_of_parts(self) -> list[range]:
+        """The ranks that hold the same stage and the same part of its matrices, for each such part.
+
+        They average its gradients: each has computed them from other samples, or from another part of the sequences.
+
+        Example:
+            >>> ParallelismConfig(cp_size=2, tp_size=2).ranks_of_parts
+            [range(0, 4, 2), range(1, 4, 2)]
+        """
+        split, of_stage = self.sizes["tp"], self.total_size // self.sizes["pp"]
+        stages = range(0, self.total_size, of_stage)
+        return [range(stage + part, stage + of_stage, split) for stage in stages for part in range(split)]
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -247,6 +262,26 @@ class ParallelismConfig:
                 f"The mesh is built for {self._mesh.device_type!r}, and {device_type!r} is asked for."
             )
         return self._mesh
+
+    def get_weight_mesh(self, device_type: str) -> "DeviceMesh":
+        """Return the mesh over which weights are sharded and split. All processes have to call.
+
+        Ranks that hold parts of the same sequences also hold shards of the same weights, so its `dp_shard` has the size
+        `shard_size`. FSDP2 shards along that dimension, so it is there even if its size is 1.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.sizes["dp_shard"] == self.shard_size > 1:
+            mesh = self.get_device_mesh(device_type)
+            assert mesh is not None
+            return mesh
+        if self._weight_mesh is None:
+            sizes = {**self.sizes, "dp_shard": self.shard_size}
+            names = [*self._active("pp", "dp_replicate"), "dp_shard", *self._active("tp")]
+            self._weight_mesh = init_device_mesh(
+                device_type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names)
+            )
+        return self._weight_mesh
 
     def _active(self, *names: str) -> list[str]:
         return [name for name in names if self.sizes[name] > 1]

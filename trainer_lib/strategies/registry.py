@@ -95,6 +95,8 @@ def choose_strategy(
         from trainer_lib.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
         _warn_of_unused(ddp, "tensor parallelism splits the models")
+        if parallelism.cp_enabled or parallelism.sp_enabled:
+            replicas = group.parts(parallelism.ranks_of_parts)
         return TensorParallel(group, device, fsdp, parallelism, mixed_precision, replicas)
     if fsdp is not None and parallelism is not None:
         from trainer_lib.strategies.fsdp.fsdp import FSDP

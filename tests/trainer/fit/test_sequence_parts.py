@@ -15,6 +15,7 @@ from trainer_lib import ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.trainer.data.packing import PackedDataset
 
 WORDS = 31
@@ -135,6 +136,11 @@ def test_a_model_of_transformers_trains_on_parts_as_on_whole_sequences() -> None
 
 def test_a_plain_model_trains_on_parts_as_on_whole_sequences() -> None:
     check(plain, 2, {"cp_size": 2, "cp_handler": ring()}, max_steps=3)
+
+
+def test_a_plain_model_trains_on_parts_of_sequences_and_of_matrices() -> None:
+    plan = {"embedding": "embedding_colwise", "*.outer": "rowwise_split_input"}
+    check(plain, 4, {"cp_size": 2, "tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan=plan)}, max_steps=3)
 
 
 def bert(**options: Any) -> dict[str, Any]:

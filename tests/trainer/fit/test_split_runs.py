@@ -1,6 +1,7 @@
 """The Trainer with split matrices or stages of a pipeline: the run of one process, resumed on any mesh too."""
 
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,14 +30,21 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "pp2_dp2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
     "pp2_fsdp2": (4, {"dp_shard_size": 2, "pp_size": 2}),
     "pp2_tp2": (4, {"tp_size": 2, "pp_size": 2}),
+    "tp2_cp2": (4, {"tp_size": 2, "cp_size": 2}),
+    "tp2_sp2": (4, {"tp_size": 2, "sp_size": 2}),
+    "tp2_cp2_dp2": (8, {"dp_replicate_size": 2, "tp_size": 2, "cp_size": 2}),
+    "tp2_cp2_fsdp2": (8, {"dp_shard_size": 2, "tp_size": 2, "cp_size": 2}),
+    "tp2_sp2_fsdp2": (8, {"dp_shard_size": 2, "tp_size": 2, "sp_size": 2}),
+    "tp2_hsdp4": (8, {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}),
 }
+_SHARING = ("tp_size", "pp_size", "cp_size", "sp_size")  # ranks that differ in these read the same batches
 
 
 def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind: Any = Plain, **options: Any) -> Any:
     samples = options.pop("samples", 45)
     handler = TorchTensorParallelConfig(plan=WITH_VOCABULARY if kind is Plain else None)
     sizes: dict[str, Any] = MESHES[mesh][1]
-    replicas = PartialState(cpu=True).num_processes // (sizes.get("tp_size", 1) * sizes.get("pp_size", 1))
+    replicas = PartialState(cpu=True).num_processes // prod(sizes.get(name, 1) for name in _SHARING)
     args: dict[str, Any] = {
         "max_steps": 20, "learning_rate": 0.05, "optimizer": "sgd", "use_cpu": True, "progress_bar": False,
         "log_every": 1, "per_device_train_batch_size": 4 // replicas, "gradient_accumulation_steps": 2,
@@ -95,13 +103,19 @@ def test_a_replica_without_samples_takes_part(mesh: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2", "tp2_fsdp2", "pp2", "pp2_fsdp2", "pp2_tp2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "tp2", "tp2_fsdp2", "pp2", "pp2_fsdp2", "pp2_tp2", "tp2_cp2", "tp2_sp2", "tp2_cp2_dp2", "tp2_cp2_fsdp2",
+        "tp2_sp2_fsdp2", "tp2_hsdp4",
+    ],
+)  # fmt: skip
 def test_twenty_steps_of_a_tied_model(mesh: str) -> None:
     def run(mesh: str) -> Any:
         return _run(mesh, kind=gpt2)
 
     (expected,) = run_world(run, ("one",), 1)
-    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
+    for actual in run_world(run, (mesh,), MESHES[mesh][0], timeout=150):
         assert_as_one_process(actual, expected)
 
 
@@ -111,6 +125,12 @@ RESUMES = [
     ("pp2", "pp2"), ("pp2_dp2", "tp2"), ("dp2", "pp2_dp2"),
     ("pp2_fsdp2", "one"), ("pp2_tp2", "pp2"), ("tp2_fsdp2", "pp2_tp2"),
     ("pp2", "pp2_fsdp2"), ("tp2_fsdp2", "pp2_fsdp2"),
+]  # fmt: skip
+
+
+RESUMES_OF_SEQUENCES = [
+    ("tp2_cp2", "one"), ("one", "tp2_sp2"), ("tp2_cp2_fsdp2", "tp2_cp2"), ("tp2_hsdp4", "tp2_cp2_fsdp2"),
+    ("pp2", "tp2_hsdp4"),
 ]  # fmt: skip
 
 
@@ -126,14 +146,18 @@ def _of_one_process(optimizer: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "first", "second"),
-    [*(("adamw", *meshes) for meshes in RESUMES), ("sgd", "tp2_dp2", "tp2_fsdp2"), ("sgd", "tp2_fsdp2", "pp2_tp2")],
+    [
+        *(("adamw", *meshes) for meshes in (*RESUMES, *RESUMES_OF_SEQUENCES)),
+        ("sgd", "tp2_dp2", "tp2_fsdp2"),
+        ("sgd", "tp2_fsdp2", "pp2_tp2"),
+    ],
 )
 def test_a_run_resumes_on_another_mesh(optimizer: str, first: str, second: str, tmp_path: Path) -> None:
     def run(mesh: str, dies_at: int | None, resume: str) -> Any:
         return _run(mesh, tmp_path, dies_at, resume=resume, optimizer=optimizer, learning_rate=0.003)
 
-    assert run_world(run, (first, 10, "never"), MESHES[first][0]) == [None] * MESHES[first][0]
-    for actual in run_world(run, (second, None, "auto"), MESHES[second][0]):
+    assert run_world(run, (first, 10, "never"), MESHES[first][0], timeout=150) == [None] * MESHES[first][0]
+    for actual in run_world(run, (second, None, "auto"), MESHES[second][0], timeout=150):
         assert len(actual[0]) == 20, "the history of the run begins with the steps before the resume"
         assert_as_one_process(actual, _of_one_process(optimizer))
 

@@ -267,23 +267,14 @@ class _Synchronizing:
 
 
 def _mesh(parallelism: ParallelismConfig, device: torch.device, plugin: FullyShardedDataParallelPlugin) -> "DeviceMesh":
-    from torch.distributed.device_mesh import init_device_mesh
-
     shards, reshard = parallelism.shard_size, plugin.reshard_after_forward
     if not isinstance(reshard, bool) and (reshard >= shards or shards % reshard):
         raise ConfigurationError(
             f"reshard_after_forward must be True, False, or a divisor of the {shards} ranks that share a copy of the "
             f"model and smaller than {shards} (got {reshard}). Use True or False."
         )
-    if parallelism.sizes["dp_shard"] == shards > 1:
-        mesh = parallelism.get_device_mesh(device.type)
-        assert mesh is not None
-        names = tuple(parallelism.fsdp_dim_names)
-        return mesh if names == mesh.mesh_dim_names else mesh[names]
-    # FSDP2 shards along the last dimension, so the mesh needs it even if its size is 1. Ranks that hold parts of the
-    # same sequences also hold shards of the same weights.
-    names, sizes = parallelism.fsdp_dim_names, {**parallelism.sizes, "dp_shard": shards}
-    return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
+    mesh, names = parallelism.get_weight_mesh(device.type), tuple(parallelism.fsdp_dim_names)
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
 
 
 def _no_local_training(method: str) -> UnsupportedError:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -49,11 +49,6 @@ class TensorParallel(FSDP):
         mixed_precision: str,
         replicas: ProcessGroup,
     ) -> None:
-        if parallelism.cp_enabled or parallelism.sp_enabled:
-            raise UnsupportedError(
-                f"tp_size={parallelism.tp_size} does not work with cp_size={parallelism.cp_size} and "
-                f"sp_size={parallelism.sp_size} in this version. Split matrices or sequences: set one of them to 1."
-            )
         self._shards = plugin is not None
         whole = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
         super().__init__(group, device, plugin or whole, parallelism, mixed_precision)
@@ -73,9 +68,7 @@ class TensorParallel(FSDP):
             self._loss_contexts.pop().__exit__(None, None, None)
 
     def _splitting(self, model: nn.Module) -> Splitting:
-        root = self._parallelism.get_device_mesh(self.device.type)
-        assert root is not None
-        mesh = root if root.ndim == 1 else root["tp"]
+        mesh = self._matrix_mesh()
         align_generators(mesh.get_group(), self.device)
         parameters = list(model.parameters())
         if not parameters:
@@ -91,6 +84,13 @@ class TensorParallel(FSDP):
             self._loss_contexts.append(loss_parallel())
             self._loss_contexts[0].__enter__()
         return splitting
+
+    def _matrix_mesh(self) -> "DeviceMesh":
+        """Return the ranks that split each matrix, of the mesh that FSDP2 shards over if it does."""
+        device = self.device.type
+        root = self._parallelism.get_weight_mesh(device) if self._shards else self._parallelism.get_device_mesh(device)
+        assert root is not None
+        return root if root.ndim == 1 else root["tp"]
 
     def _refuse_mixed(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """Raise for a fused or foreach optimizer of weights on several meshes; else let it update them one by one."""
