@@ -215,8 +215,10 @@ def test_other_settings_come_too_late_until_the_first_are_released() -> None:
     ("sizes", "world", "fix"),
     [
         ({"tp_size": 2}, 4, "set dp_replicate_size=2"),
-        ({"dp_replicate_size": 2, "tp_size": 4}, 6, "the sizes must divide 6, for example tp_size=3"),
-        ({"dp_shard_size": 4}, 6, "the sizes must divide 6, for example dp_shard_size=3"),
+        ({"dp_replicate_size": 2, "tp_size": 4}, 6, "must divide 6, for example tp_size=3[.]"),
+        ({"dp_shard_size": 4}, 6, "must divide 6, for example dp_shard_size=3 and dp_replicate_size=2[.]"),
+        ({"tp_size": 2, "cp_size": 4}, 6, "must divide 6, for example cp_size=3[.]"),
+        ({"tp_size": 4, "sp_size": 4}, 6, "the product of the sizes must divide 6[.]"),
     ],
 )
 def test_sizes_that_do_not_fit_the_world_name_some_that_do(sizes: dict[str, Any], world: int, fix: str) -> None:

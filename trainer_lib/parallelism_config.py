@@ -204,10 +204,7 @@ class ParallelismConfig:
             return
         others = self.total_size // self.sizes["dp_replicate"]
         if size % others:
-            divisors = [divisor for divisor in range(1, size + 1) if not size % divisor]
-            name = next((name for name in ("pp_size", "tp_size") if getattr(self, name) > 1), "dp_shard_size")
-            nearest = min(divisors, key=lambda divisor: abs(divisor - getattr(self, name)))
-            fix = f"the sizes must divide {size}, for example {name}={nearest}"
+            fix = f"the product of the sizes must divide {size}{self._nearest(size)}"
         else:
             fix = f"set dp_replicate_size={size // others}"
         sizes = ", ".join(f"{name}_size={count}" for name, count in self.sizes.items() if name in _SHOWN or count > 1)
@@ -215,6 +212,23 @@ class ParallelismConfig:
             f"ParallelismConfig({sizes}) takes {self.total_size} processes, and there are {size}. Start "
             f"{self.total_size} processes, or {fix}."
         )
+
+    def _nearest(self, world: int) -> str:
+        """Return the smallest change of one size with which the others fit, in words; nothing, if there is none."""
+        others = self.total_size // self.sizes["dp_replicate"]
+        changes = [
+            (abs(value - count), name, value)
+            for name, count in self.sizes.items()
+            if count > 1 and name != "dp_replicate"
+            for value in range(1, world + 1)
+            if not world % (others // count * value)
+        ]
+        if not changes:
+            return ""
+        _, name, value = min(changes)
+        replicas = world // (others // self.sizes[name] * value)
+        also = f" and dp_replicate_size={replicas}" if replicas != self.sizes["dp_replicate"] else ""
+        return f", for example {name}_size={value}{also}"
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a rank in the mesh, by dimension.

@@ -274,7 +274,7 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
     fp16, compiled, world, nothing, short, inside, swaps, pairs = run_world(_refused)[0]
     assert "mixed_precision='fp16' does not work with pp_size=2" in fp16
     assert "torch.compile does not work with pp_size=2" in compiled
-    assert "there are 2. Start 3 processes, or the sizes must divide 2, for example pp_size=2" in world
+    assert "there are 2. Start 3 processes, or the product of the sizes must divide 2, for example pp_size=2" in world
     assert "Linear has no list of repeated blocks" in nothing
     assert "2 stages need as many blocks, and Sequential has 1" in short
     assert "is on another rank of the pipeline. Call the model that prepare() returned" in inside
