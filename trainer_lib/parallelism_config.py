@@ -214,7 +214,7 @@ class ParallelismConfig:
         )
 
     def _nearest(self, world: int) -> str:
-        """Return the smallest change of one size with which the others fit, in words; nothing, if there is none."""
+        """Return the smallest change of one size with which the others fit, in words; "" without one."""
         others = self.total_size // self.sizes["dp_replicate"]
         changes = [
             (abs(value - count), name, value)
