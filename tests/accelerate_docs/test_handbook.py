@@ -376,7 +376,6 @@ def test_a_script_that_knows_deepspeed_takes_the_optimizer_of_torch() -> None:
     [
         (lambda: DummyOptim([]), "DummyOptim needs DeepSpeed"),
         (lambda: DummyScheduler(None, total_num_steps=1), "DummyScheduler needs DeepSpeed"),
-        (lambda: utils.DeepSpeedPlugin(zero_stage=2), "DeepSpeedPlugin needs DeepSpeed"),
         (lambda: utils.DeepSpeedEngineWrapper(None), "DeepSpeedEngineWrapper needs DeepSpeed"),
         (lambda: MegatronLMPlugin(tp_degree=2), "MegatronLMPlugin needs Megatron-LM"),
         (lambda: utils.GPTTrainStep(None, None), "GPTTrainStep needs Megatron-LM"),

@@ -3,7 +3,6 @@
 from typing import Any
 
 from trainer_lib.foundation.missing_features import (
-    DEEPSPEED,
     FP8,
     MEGATRON_LM,
     missing_class,
@@ -38,6 +37,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamo
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.options.enums import ComputeEnvironment as ComputeEnvironment
 from trainer_lib.options.enums import CustomDtype as CustomDtype
 from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
@@ -65,7 +65,6 @@ AORecipeKwargs = missing_class("AORecipeKwargs", FP8)
 FP8RecipeKwargs = missing_class("FP8RecipeKwargs", FP8)
 MSAMPRecipeKwargs = missing_class("MSAMPRecipeKwargs", FP8)
 TERecipeKwargs = missing_class("TERecipeKwargs", FP8)
-DeepSpeedPlugin = missing_class("DeepSpeedPlugin", DEEPSPEED)
 MegatronLMPlugin = missing_class("MegatronLMPlugin", MEGATRON_LM)
 add_model_config_to_megatron_parser = missing_function("add_model_config_to_megatron_parser", MEGATRON_LM)
 parse_bert_config = missing_function("parse_bert_config", MEGATRON_LM)

@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON files and Accelerate's plugin for them."""
