@@ -53,6 +53,8 @@ class PeftCheckpoints:
             base |= {
                 name: value for name, value in state.items() if weight_of(name) in base
             }  # scales of quantized ones
+            # The state has the values of offloaded weights, and the model has not.
+            base = {name: state.get(name, value) if value.is_meta else value for name, value in base.items()}
             for name in base:
                 state.pop(name, None)
             if base:
