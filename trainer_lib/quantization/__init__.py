@@ -1,1 +1,1 @@
-"""Linear layers in 8 or 4 bits, by bitsandbytes or torchao."""
+"""Linear layers in 8 or 4 bits, by bitsandbytes."""
