@@ -53,20 +53,21 @@ def test_activations_are_what_the_backward_needs() -> None:
     assert not model.training
 
 
-def test_fsdp_holds_shards_and_two_blocks() -> None:
-    values, block = 8 * 16 + 16 + 3 * (16 * 16 + 16), 16 * 16 + 16
+def test_fsdp_holds_shards_two_blocks_and_what_is_in_none() -> None:
+    values, block, outside = 8 * 16 + 16 + 3 * (16 * 16 + 16), 16 * 16 + 16, 8 * 16 + 16
+    gathered = 2 * block + outside
     memories = {(each.strategy, each.precision): each for each in training_memory(make_model(), forward, 4)}
     sharded = memories["fsdp", "no"]
-    assert (sharded.weights, sharded.gradients) == (values + 2 * block * 4, values), "four bytes, on four devices"
+    assert (sharded.weights, sharded.gradients) == (values + gathered * 4, values), "four bytes, on four devices"
     assert sharded.optimizer == 2 * values
-    assert memories["fsdp", "bf16"].weights == values + 2 * block * 2, "blocks are gathered in bf16"
+    assert memories["fsdp", "bf16"].weights == values + gathered * 2, "blocks are gathered in bf16"
     offloaded = memories["fsdp_offload", "no"]
-    assert (offloaded.weights, offloaded.gradients, offloaded.optimizer) == (2 * block * 4, 0, 0)
+    assert (offloaded.weights, offloaded.gradients, offloaded.optimizer) == (gathered * 4, 0, 0)
     assert memories["ddp", "no"].weights == 4 * values
 
 
 @pytest.mark.parametrize("num_processes", [3, 7])
-def test_an_uneven_shard_is_the_largest(num_processes: int) -> None:
-    values = sum(weight.numel() for weight in make_model().parameters())
+def test_an_uneven_shard_is_that_of_the_first_rank(num_processes: int) -> None:
+    rows = [weight.chunk(num_processes)[0] for weight in make_model().parameters()]
     memories = [each for each in training_memory(make_model(), forward, num_processes) if each.strategy == "fsdp"]
-    assert memories[0].gradients == -(-4 * values // num_processes)
+    assert memories[0].gradients == sum(part.nbytes for part in rows)

@@ -49,6 +49,19 @@ def create_empty_model(
         return known(config) if known is not None else transformers.AutoModel.from_config(config, **options)
 
 
+def read_model(model_name: str, library_name: str | None = None, trust_remote_code: bool = False) -> "nn.Module":
+    """Return a model without memory, as `create_empty_model` does, with an error in words for a name that is wrong."""
+    try:
+        return create_empty_model(model_name, library_name, trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:  # whatever the library raises for a name that it cannot read
+        if isinstance(error, TrainerLibError):
+            raise
+        raise ConfigurationError(
+            f"The configuration of {model_name!r} cannot be read: {str(error).splitlines()[0]} Name a folder "
+            "with a config.json, such a file, or a model on the Hugging Face Hub that this machine reaches."
+        ) from error
+
+
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
     """Return the bytes of a training with Adam on batches of one sample: model, gradients, optimizer, and a step.
 
@@ -173,7 +186,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table that the parsed options ask for."""
-    model = _read_model(args)
+    model = read_model(args.model_name, args.library_name, args.trust_remote_code)
     rows = [
         [
             dtype,
@@ -200,18 +213,6 @@ def main() -> None:
 
 def _count(text: str) -> int:
     return COUNT.check("The value", text)
-
-
-def _read_model(args: argparse.Namespace) -> "nn.Module":
-    try:
-        return create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
-    except (OSError, ValueError, RuntimeError) as error:  # whatever the library raises for a name that it cannot read
-        if isinstance(error, TrainerLibError):
-            raise
-        raise ConfigurationError(
-            f"The configuration of {args.model_name!r} cannot be read: {str(error).splitlines()[0]} Name a folder "
-            "with a config.json, such a file, or a model on the Hugging Face Hub that this machine reaches."
-        ) from error
 
 
 def _rule(corners: str, widths: Sequence[int]) -> str:

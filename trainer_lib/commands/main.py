@@ -16,6 +16,7 @@ COMMANDS = {
     "check": ("trainer_lib.commands.check", "check a script on its model and data, before it trains"),
     "train": ("trainer_lib.commands.train.train", "train a model of a common task on a data file, without a script"),
     "estimate-memory": ("trainer_lib.commands.estimate", "estimate the memory that a model takes"),
+    "plan": ("trainer_lib.commands.plan.plan", "show memory and messages of each rank of a mesh, without the ranks"),
     "merge-weights": ("trainer_lib.commands.merge", "write the whole weights of a checkpoint of FSDP in shards"),
     "to-fsdp2": ("trainer_lib.commands.to_fsdp2", "convert a configuration of FSDP1 to FSDP2"),
     "tpu-config": ("trainer_lib.commands.tpu", "run commands on all machines of a TPU pod"),

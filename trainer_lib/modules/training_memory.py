@@ -22,7 +22,7 @@ class TrainingMemory:
     Args:
         strategy: "ddp" (also one device alone), "fsdp", or "fsdp_offload", which keeps shards in CPU memory.
         precision: The precision.
-        weights: Of the weights; under FSDP, those of a shard and of the two largest blocks that are gathered.
+        weights: Of the weights; under FSDP, a shard, and what is gathered: two blocks, and what is in none.
         gradients: Of the gradients.
         optimizer: Of the two states of Adam.
         activations: What a forward keeps for the backward; `None` if the model's forward cannot be computed here.
@@ -51,37 +51,60 @@ def training_memory(
         forward: Computes the loss, or an output, of one batch.
         num_processes: How many devices share the weights under FSDP.
     """
-    values = sum(weight.numel() for weight in model.parameters())
-    blocks = sorted((_values(block) for block in repeated_blocks(model).values()), reverse=True)
-    gathered = sum(blocks[:2]) if blocks else values  # one that computes, and the next
     activations = {dtype: activation_bytes(model.to(dtype), forward) for dtype in dict.fromkeys(_DTYPES.values())}
     for precision, computes_in in _DTYPES.items():
-        held_in = torch.bfloat16 if precision == "bf16-true" else torch.float32
-        whole = values * held_in.itemsize
         for strategy in STRATEGIES if num_processes > 1 else STRATEGIES[:1]:
-            shard = whole if strategy == "ddp" else -(-whole // num_processes)
-            shard = 0 if strategy == "fsdp_offload" else shard
-            copies = 0 if strategy == "ddp" else gathered * computes_in.itemsize
-            yield TrainingMemory(
-                strategy=strategy,
-                precision=precision,
-                weights=shard + copies,
-                gradients=shard,
-                optimizer=_STATES_OF_ADAM * shard,
-                activations=activations[computes_in],
-            )
+            yield memory_of(model, strategy, precision, num_processes, activations[computes_in])
+
+
+def computing_dtype(precision: str) -> torch.dtype:
+    """Return the type that a precision computes in."""
+    return _DTYPES[precision]
+
+
+def memory_of(
+    model: nn.Module, strategy: str, precision: str, num_processes: int, activations: int | None
+) -> TrainingMemory:
+    """Return the memory of a training with one precision and one strategy.
+
+    Args:
+        model: The model; of weights that tensor parallelism splits, the part of this rank counts.
+        strategy: "ddp", "fsdp" or "fsdp_offload".
+        precision: The precision.
+        num_processes: How many devices share the weights under FSDP.
+        activations: What a forward keeps.
+    """
+    values = _values(model)
+    blocks = sorted((_values(block) for block in repeated_blocks(model).values()), reverse=True)
+    # One block that computes, the next one, and what is in no block, which FSDP2 gathers once for a step.
+    gathered = sum(blocks[:2]) + values - sum(blocks)
+    held_in = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    shard = {"ddp": values, "fsdp_offload": 0}.get(strategy)
+    if shard is None:
+        shard = sum(_shard_values(weight, num_processes) for weight in model.parameters())
+    copies = 0 if strategy == "ddp" else gathered * _DTYPES[precision].itemsize
+    held = shard * held_in.itemsize
+    return TrainingMemory(
+        strategy=strategy,
+        precision=precision,
+        weights=held + copies,
+        gradients=held,
+        optimizer=_STATES_OF_ADAM * held,
+        activations=activations,
+    )
 
 
 def activation_bytes(model: nn.Module, forward: Callable[[nn.Module], Any]) -> int | None:
     """Return the bytes that a forward keeps for the backward, besides the weights; `None` if it cannot be computed."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Tensor] = {}
+    # By storages, which views share; a distributed tensor is created around the same part many times.
+    own = [local_part(tensor).untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    weights = {id(storage) for storage in own}
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        # Views share the memory of their base, which torch gives no public name.
-        base = tensor if tensor._base is None else tensor._base  # pyright: ignore[reportPrivateUsage]
-        if id(base) not in own:
-            kept[id(base)] = base
+        storage = local_part(tensor).untyped_storage()
+        if id(storage) not in weights:
+            kept[id(storage)] = storage
         return tensor
 
     was_training = model.training
@@ -92,8 +115,20 @@ def activation_bytes(model: nn.Module, forward: Callable[[nn.Module], Any]) -> i
         return None
     finally:
         model.train(was_training)
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: the tensor, unless tensor parallelism splits it."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _values(module: nn.Module) -> int:
-    return sum(weight.numel() for weight in module.parameters())
+    return sum(local_part(weight).numel() for weight in module.parameters())
+
+
+def _shard_values(weight: Tensor, num_processes: int) -> int:
+    """Return the values of the first rank's shard: FSDP2 splits rows, and the first rank has the most."""
+    part = local_part(weight)
+    rows = part.shape[0] if part.dim() else 1
+    return -(-rows // num_processes) * (part.numel() // max(rows, 1))

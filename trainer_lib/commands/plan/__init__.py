@@ -1,0 +1,1 @@
+"""The command `trainer-lib plan`: memory and messages of a training on many ranks, without them."""
