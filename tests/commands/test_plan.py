@@ -161,3 +161,11 @@ def test_plans_that_cannot_be_made_say_why(folder: str, capsys: pytest.CaptureFi
     assert "cannot be read" in error(f"{folder}/nothing", "--world", "8")
     with pytest.raises(UnsupportedError, match="cp_size=2"):
         simulate(nn.Linear(1, 1), lambda model: model, ParallelismConfig(cp_size=2))
+
+
+def test_no_mesh_is_suggested_without_activations(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_lib.commands.plan.simulated_rank.activation_bytes", lambda *_: None)
+    assert main(["plan", folder, "--world", "2", "--memory", "1GB"]) == 2
+    assert "No mesh can be suggested: a forward of this model cannot be computed" in capsys.readouterr().err

@@ -52,6 +52,11 @@ def run(arguments: Sequence[str]) -> int:
     if not rank.has_counted_messages:
         print("The backward of this model cannot be simulated: messages of tp are those of a part of the step.")
     if args.memory is not None:
+        if rank.memory.activations is None:
+            raise ConfigurationError(
+                "No mesh can be suggested: a forward of this model cannot be computed on shapes alone, so its "
+                "activations are unknown. Leave --memory out, and measure a batch with `trainer-lib check SCRIPT`."
+            )
         print(_suggestion(args))
     return 0
 
