@@ -11,6 +11,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 
 sdpa = F.scaled_dot_product_attention  # a name of the model's own file, which is replaced too
 
@@ -33,8 +34,8 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:], torch.arange(16).repeat(2, 1)
 
 
-def gradient(config: ParallelismConfig | None, mask: Any = None) -> Tensor:
-    """Return the gradient of a model's first weights after a loop as written for Accelerate."""
+def gradient(config: ParallelismConfig | None, mask: Any = None, name: str = "embedding") -> Tensor:
+    """Return the gradient of a layer's weights after a loop as written for Accelerate."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, parallelism_config=config)
     model = accelerator.prepare(Model(mask))
@@ -46,9 +47,10 @@ def gradient(config: ParallelismConfig | None, mask: Any = None) -> Tensor:
         accelerator.backward(loss)
     assert torch.equal(inputs, tensors()[0])
     assert torch.equal(labels, tensors()[1])
-    assert positions.shape[1] == 16 // (1 if config is None else config.total_size)
-    bare: Any = accelerator.unwrap_model(model)
-    return bare.embedding.weight.grad
+    assert positions.shape[1] == 16 // (1 if config is None else config.sizes["cp"] * config.sizes["sp"])
+    found = accelerator.unwrap_model(model).get_parameter(f"{name}.weight").grad
+    assert found is not None
+    return found
 
 
 def padding(tokens: Tensor) -> Tensor:
@@ -145,13 +147,19 @@ def test_what_cannot_be_cut_is_refused() -> None:
         assert [message[: len(start)] for message, start in zip(refused, expected, strict=True)] == expected
 
 
-def test_sequences_and_matrices_are_not_split_together() -> None:
-    def body() -> str:
-        with pytest.raises(UnsupportedError) as error:
-            Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, cp_size=2))
-        return str(error.value)
+@pytest.mark.parametrize("sequences", ["cp_size", "sp_size"])
+def test_sequences_and_matrices_are_split_together(sequences: str) -> None:
+    handler = TorchTensorParallelConfig(plan={"embedding": "embedding_colwise"})
+    sizes: dict[str, Any] = {sequences: 2, "tp_size": 2}
+    config = ParallelismConfig(**sizes, tp_handler=handler)
 
-    assert "tp_size=2 does not work with cp_size=2" in run_world(body, num_processes=4)[0]
+    def body(config: ParallelismConfig | None) -> Tensor:
+        return gradient(config, name="inner")
+
+    (expected,) = run_world(body, (None,), 1)
+    assert float(expected.abs().max()) > 1e-4
+    for found in run_world(body, (config,), 4):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_whole_sequences_stay_whole() -> None:
