@@ -1,4 +1,4 @@
-"""DiLoCo in loops of one's own: rounds of local updates that end with a step of an outer optimizer."""
+"""DiLoCo in loops by hand: rounds of local updates that end with a step of an outer optimizer."""
 
 from pathlib import Path
 from typing import Any

@@ -16,8 +16,10 @@ import yaml
 
 from tests.launched import ROOT
 from tests.remote.peer import LOOPBACK, server
+from trainer_lib.commands.launch.launch import launch_command_parser, sagemaker_launcher
 from trainer_lib.commands.main import main
 from trainer_lib.commands.sagemaker.progress import follow
+from trainer_lib.launchers.config_file import SageMakerConfig
 
 boto3 = pytest.importorskip("boto3", reason="the package boto3 is not installed")
 pytest.importorskip("moto", reason="the package moto is not installed")
@@ -207,6 +209,22 @@ def test_who_stops_watching_learns_how_to_stop_the_job(capsys: pytest.CaptureFix
     assert follow(Jobs(), None, "run") == 130
     stop = "aws sagemaker stop-training-job --training-job-name run"
     assert f"run continues; this stops it: {stop}" in capsys.readouterr().err
+
+
+def test_a_configuration_and_parsed_options_launch_too(
+    aws: Callable[[str], Any], launch: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(CONFIG) == 0  # the file is another one
+    values: dict[str, Any] = CONFIG | {"ec2_instance_type": "ml.g5.xlarge", "use_cpu": False, "debug": False}
+    keys = ["--aws_access_key_id", "a", "--aws_secret_access_key", "b"]
+    capsys.readouterr()
+    sagemaker_launcher(
+        SageMakerConfig(**values), launch_command_parser().parse_args([*keys, "--dry_run", "a project/train.py"])
+    )
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed.partition("\n#")[0])["ResourceConfig"]["InstanceType"] == "ml.g5.xlarge"
+    assert re.search(r"sagemaker\.node /opt/ml .*--mixed_precision=bf16 .*train\.py\n", printed)
+    assert "aws_" not in printed
 
 
 def test_a_dry_run_asks_nobody(launch: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.setting import (
     COUNT,
@@ -208,7 +208,7 @@ class _Reader:
     def _checked(self, key: str, kind: Kind, text: str, node: yaml.Node) -> Any:
         try:
             return kind.check(f"`{key}`", text)
-        except (ConfigurationError, NotImplementedError) as error:
+        except (ConfigurationError, UnsupportedError) as error:
             self._problem(node, str(error))
             return None
 

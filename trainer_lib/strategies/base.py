@@ -227,8 +227,11 @@ class Strategy(ABC):
             compute: Returns the loss of a micro-batch and its facts, such as its weight. It calls the model once, and
                 may be left at that call.
             shapes: What decides the shapes of activations, for each micro-batch.
+
+        Raises:
+            NotImplementedError: If the strategy takes no windows; those that do override both methods.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} takes no windows.")
 
     # -- states --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ LoadHook = Callable[[list[nn.Module], str], Any]
 Facts = Callable[[], Mapping[str, Any]]
 
 
-# The processes, by their id, and the folders that each saved weights to as pickles: it loads those without a word.
+# The processes, by their id, and the folders that each saved weights to as pickles: it loads those without a warning.
 _saved_as_pickles: set[tuple[int, str]] = set()
 
 

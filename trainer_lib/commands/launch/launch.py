@@ -280,8 +280,7 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
     """
     from trainer_lib.commands.sagemaker.start import launch_on_sagemaker
 
-    values = LaunchValues(args)
-    values.sagemaker = sagemaker_config.to_dict()
+    values = LaunchValues(args, sagemaker_config.to_dict())
     code = launch_on_sagemaker(values, [args.training_script, *args.training_script_args])
     if code:
         raise SystemExit(code)

@@ -44,22 +44,26 @@ class LaunchValues:
 
     Args:
         options: The options that were given; `None` for those that were not.
+        sagemaker: The values of a configuration for Amazon SageMaker, in place of those of a file.
 
     Attributes:
         file: The configuration file that counts, if there is one.
-        sagemaker: What the file says, if it is for Amazon SageMaker.
+        sagemaker: The values of the configuration, if it is for Amazon SageMaker.
 
     Raises:
         ConfigurationError: If the configuration file has something wrong in it, or settings contradict each other.
         UnsupportedError: If the file asks for something that this version does not have.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, sagemaker: Mapping[str, Any] | None = None) -> None:
         given = {name: value for name, value in vars(options).items() if name in SETTINGS and value is not None}
         self.file = Path(given["config_file"]).expanduser() if "config_file" in given else find_config_file()
-        self.sagemaker: Mapping[str, Any] | None = None
+        self.sagemaker = sagemaker
         self._values = {name: Sourced(setting.default, DEFAULT) for name, setting in SETTINGS.items()}
-        if self.file is not None:
+        if sagemaker is not None:
+            self.file = None
+            self._take_entries(sagemaker, "the configuration")
+        elif self.file is not None:
             with _says_how_to_use_another_file(given):
                 self._take_file(self.file, given)
         self._take_variables()
@@ -95,11 +99,14 @@ class LaunchValues:
             self.sagemaker = values  # its world is SageMaker's
         else:
             self._take_world(values, file, given)
+        self._take_entries(values, str(file))
+
+    def _take_entries(self, values: Mapping[str, Any], source: str) -> None:
         names = {setting.file_key: name for name, setting in SETTINGS.items() if not setting.section}
         for key, value in values.items():
             entries = value if isinstance(value, dict) else {names[key]: value} if key in names else {}
             for name, entry in ({} if key in _IDLE_SECTIONS else entries).items():
-                self._take_entry(name, entry, file)
+                self._take_entry(name, entry, source)
 
     def _take_world(self, values: Mapping[str, Any], file: Path, given: Mapping[str, Any]) -> None:
         if values.get("parallelism_config"):
@@ -114,13 +121,13 @@ class LaunchValues:
             raise refusal(f"`distributed_type: {kind}` in {file}", missing)
         self.set(name, True, str(file))
 
-    def _take_entry(self, name: str, value: Any, file: Path) -> None:
+    def _take_entry(self, name: str, value: Any, source: str) -> None:
         setting = SETTINGS[name]
         if setting.missing is None:
             if not (name == "cpu" and self[name]):  # a file of MULTI_CPU may say `use_cpu: false`
-                self.set(name, value, str(file))
+                self.set(name, value, source)
         elif value != setting.default:
-            raise refusal(f"`{name}: {value}` in {file}", setting.missing)
+            raise refusal(f"`{name}: {value}` in {source}", setting.missing)
 
     def _take_variables(self) -> None:
         for name, setting in SETTINGS.items():

@@ -46,7 +46,7 @@ class Account:
             return self.client("iam").get_role(RoleName=name)["Role"]["Arn"]
 
     def bucket(self) -> str:
-        """Return SageMaker's bucket of this account, which is made if there is none."""
+        """Return SageMaker's bucket of this account; the first job makes it."""
         with _refusals():
             name = f"sagemaker-{self._region}-{self.client('sts').get_caller_identity()['Account']}"
             s3 = self.client("s3")

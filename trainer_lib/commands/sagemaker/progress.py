@@ -61,10 +61,12 @@ class _Log:
 
     def _streams(self) -> list[str]:
         try:
-            found = self._client.describe_log_streams(logGroupName=_GROUP, logStreamNamePrefix=self._prefix)
+            pages = self._client.get_paginator("describe_log_streams").paginate(
+                logGroupName=_GROUP, logStreamNamePrefix=self._prefix
+            )
+            return [stream["logStreamName"] for page in pages for stream in page["logStreams"]]
         except self._client.exceptions.ResourceNotFoundException:
             return []  # before the first instance starts
-        return [stream["logStreamName"] for stream in found["logStreams"]]
 
     def _lines(self, stream: str) -> list[str]:
         lines: list[str] = []

@@ -69,15 +69,19 @@ def _configuration(values: LaunchValues) -> SageMakerConfig:
     missing = [key for key in ("ec2_instance_type", "iam_role_name", "image_uri") if not known.get(key)]
     if missing:
         hint = " image_uri is an image with Python, torch and trainer_lib." if "image_uri" in missing else ""
-        raise ConfigurationError(f"{values.file} must say {', '.join(missing)} for a job on SageMaker.{hint}")
+        raise ConfigurationError(f"{_source_of(values)} must say {', '.join(missing)} for a job on SageMaker.{hint}")
     defaults: dict[str, Any] = {"distributed_type": "NO", "mixed_precision": "no", "use_cpu": False, "debug": False}
     config = SageMakerConfig(**(defaults | known))
     if config.distributed_type == SageMakerDistributedType.MODEL_PARALLEL:
         raise ConfigurationError(
-            f"`distributed_type: MODEL_PARALLEL` in {values.file} is a library of SageMaker's that this one does not "
-            "use. Write DATA_PARALLEL, and split the model by the script or by options of the launch (--use_fsdp)."
+            f"`distributed_type: MODEL_PARALLEL` in {_source_of(values)} is a library of SageMaker's that this one does "
+            "not use. Write DATA_PARALLEL, and split the model by the script or by options of the launch (--use_fsdp)."
         )
     return config
+
+
+def _source_of(values: LaunchValues) -> str:
+    return "The configuration" if values.file is None else str(values.file)
 
 
 def _job_name(base: str) -> str:
