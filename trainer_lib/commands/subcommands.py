@@ -1,7 +1,17 @@
 """The parser of a command, alone or among the commands of another program."""
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
+
+from trainer_lib.foundation.errors import ConfigurationError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of the library."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise an error of the library instead of ending the process."""
+        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 
 def make_parser(name: str, description: str, subparsers: Any = None, **more: Any) -> argparse.ArgumentParser:

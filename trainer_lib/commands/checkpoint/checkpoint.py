@@ -4,12 +4,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from trainer_lib.commands.checkpoint import convert
+from trainer_lib.commands.subcommands import Parser
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.byte_sizes import convert_bytes
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.errors import CheckpointError
 
 _SETTLED_AFTER = 600.0  # seconds without a change after which no save is in progress in a folder
 
@@ -26,14 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     return options.verb(options)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise an error of the library instead of ending the process."""
-        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="trainer-lib checkpoint",
         description="Look after checkpoints.",
         epilog=_EPILOG,

@@ -4,8 +4,9 @@ import argparse
 import functools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
+from trainer_lib.commands.subcommands import Parser
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
 from trainer_lib.foundation.missing_features import refusal
 from trainer_lib.launchers.launch_options import GROUPS, MISSING_GROUPS, SETTINGS
@@ -84,7 +85,7 @@ def parse(arguments: Sequence[str], more: Mapping[str, Setting] | None = None) -
 def launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return argparse's parser of the launcher's options; as the command `launch` of `subparsers`, if you give them."""
     make: Callable[..., argparse.ArgumentParser] = (
-        functools.partial(_Parser, prog="trainer-lib launch")
+        functools.partial(Parser, prog="trainer-lib launch")
         if subparsers is None
         else functools.partial(subparsers.add_parser, "launch")
     )
@@ -94,12 +95,6 @@ def launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         for setting in _settings_of(topic):
             _add(group, setting)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise an error of the library instead of ending the process."""
-        raise ConfigurationError(f"{message}. `trainer-lib launch -h` lists the options.")
 
 
 def _add(group: Any, setting: Setting) -> None:

@@ -4,8 +4,8 @@ import argparse
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from trainer_lib.commands.subcommands import Parser
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
@@ -36,14 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise an error of the library instead of ending the process."""
-        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="trainer-lib report",
         description="Write a report of runs: curves, evaluations, checkpoints, events and arguments.",
         epilog=_EPILOG,

@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from trainer_lib.commands.subcommands import Parser
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -35,14 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise an error of the library instead of ending the process."""
-        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="trainer-lib runs",
         description="List runs: how each stands, how far it is, and how well it does.",
         epilog=_EPILOG,

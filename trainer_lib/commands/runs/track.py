@@ -1,18 +1,17 @@
 """The command `trainer-lib track`: sends what trackers did not accept during a run."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError
+from trainer_lib.commands.subcommands import Parser
+from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.tracking.delivery.replay import SpooledRun, find, send
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code: 1 if something could not be sent."""
-    parser = _Parser(prog="trainer-lib track", description="Send what trackers did not accept.")
+    parser = Parser(prog="trainer-lib track", description="Send what trackers did not accept.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     replay = actions.add_parser("replay", help="send what trackers did not accept")
     replay.add_argument("place", metavar="RUN", help="the folder of a run, its spool, or a file in it")
@@ -28,12 +27,6 @@ def run(arguments: Sequence[str]) -> int:
         print("Nothing waits.")
         return 0
     return max([_list(spool) if options.dry_run else _send(spool) for spool in waiting])
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Raise an error of the library instead of ending the process."""
-        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
 
 
 def _list(waiting: SpooledRun) -> int:

@@ -74,8 +74,8 @@ def _configuration(values: LaunchValues) -> SageMakerConfig:
     config = SageMakerConfig(**(defaults | known))
     if config.distributed_type == SageMakerDistributedType.MODEL_PARALLEL:
         raise ConfigurationError(
-            f"`distributed_type: MODEL_PARALLEL` in {_source_of(values)} is a library of SageMaker's that this one does "
-            "not use. Write DATA_PARALLEL, and split the model by the script or by options of the launch (--use_fsdp)."
+            f"`distributed_type: MODEL_PARALLEL` in {_source_of(values)} is a library of SageMaker's that is not "
+            "used here. Write DATA_PARALLEL, and split the model in the script or by options such as --use_fsdp."
         )
     return config
 
