@@ -1,14 +1,16 @@
 """The methods of a `Trainer` that train in a sandbox: check, previews, finders and the search."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.tools.check_report import CheckReport
-    from trainer_lib.trainer.tools.hyperparameter_search import SearchResult, Space
     from trainer_lib.trainer.tools.learning_rate_finder import LearningRateSweep
     from trainer_lib.trainer.tools.preview import Preview
+    from trainer_lib.trainer.tools.search.search_result import SearchResult
+    from trainer_lib.trainer.tools.search.search_space import Space
 
 
 class ToolMethods:
@@ -95,24 +97,30 @@ class ToolMethods:
         metric: str | None = None,
         greater_is_better: bool | None = None,
         study: Any = None,
+        backend: str = "optuna",
+        resources_per_trial: Mapping[str, float] | None = None,
     ) -> "SearchResult":
-        """Train `n` times with arguments that optuna proposes, and return the best ones.
+        """Train `n` times with arguments that optuna or Ray Tune proposes, and return the best ones.
 
         Each trial starts from the current weights, in its own run folder in `output_dir/search`. The search does not
         change the model. A trial that runs out of memory or whose metric is NaN or Inf fails, and the search continues.
 
         Args:
             space: The values of each argument: a list, a range `(low, high)`, or `(low, high, "log")`; or a function of
-                optuna's trial that returns arguments by name.
+                optuna's trial that returns arguments by name; with Ray also its domains: `tune.loguniform(1e-5, 1e-2)`.
             n: The number of trials.
             metric: The metric to optimize, from the last evaluation; by default the one that selects the best
                 checkpoint.
             greater_is_better: Whether higher is better; inferred for common metric names.
-            study: An optuna study to continue; by default a new one, seeded by `seed`.
+            study: An optuna study to continue, or a `ray.tune.TuneConfig` with a scheduler and search algorithm; by
+                default a new one, seeded by `seed`.
+            backend: "optuna": one trial after the other, on all ranks. "ray": trials at the same time, each on one
+                process of a Ray cluster; without a cluster, Ray is started on this machine.
+            resources_per_trial: With Ray, what a trial gets; by default one core, and a GPU if the trainer uses one.
 
         Raises:
-            MissingPackageError: If the extra `search` is not installed.
+            MissingPackageError: If the extra `search` or `ray` is not installed.
         """
-        from trainer_lib.trainer.tools.hyperparameter_search import search
+        from trainer_lib.trainer.tools.search.search import search
 
-        return search(self, space, n, metric, greater_is_better, study)
+        return search(self, space, n, metric, greater_is_better, study, backend, resources_per_trial)

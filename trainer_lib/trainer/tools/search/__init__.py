@@ -1,0 +1,1 @@
+"""Hyperparameter search: trials that train from the same weights with other arguments."""
