@@ -39,12 +39,20 @@ from trainer_lib.options.precision_options import GradScalerKwargs
         ({"kwargs_handlers": 5}, ConfigurationError, r"kwargs_handlers must be a list of option objects \(got int\)"),
         ({"kwargs_handlers": 0}, ConfigurationError, r"kwargs_handlers must be a list of option objects \(got int\)"),
         ({"kwargs_handlers": AutocastKwargs()}, ConfigurationError, r"must be a list of option objects \(got Autocast"),
-        ({"kwargs_handlers": ["fp16"]}, ConfigurationError, "Unknown kwargs handler 'str'. Known: Autocast"),
+        (
+            {"kwargs_handlers": ["fp16"]},
+            ConfigurationError,
+            "Unknown kwargs handler 'str'. Known: AORecipeKwargs, Autocast",
+        ),
         ({"log_with": "wandbb"}, ConfigurationError, "Unknown tracker 'wandbb'.*Did you mean 'wandb'"),
         ({"log_with": "tensorboard"}, ConfigurationError, "tensorboard writes files and needs a folder"),
         ({"fsdp_plugin": object()}, ConfigurationError, "fsdp_plugin must be a FullyShardedDataParallelPlugin"),
         ({"deepspeed_plugin": object()}, UnsupportedError, "DeepSpeed"),
-        ({"kwargs_handlers": [object()]}, ConfigurationError, "Known: AutocastKwargs, DistributedDataParallelKwargs"),
+        (
+            {"kwargs_handlers": [object()]},
+            ConfigurationError,
+            "Known: AORecipeKwargs, AutocastKwargs, DistributedDataParallel",
+        ),
         (
             {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
             ConfigurationError,

@@ -215,7 +215,7 @@ def test_a_closure_cannot_be_scaled() -> None:
     ("name", "error", "words"),
     [
         ("bf61", ConfigurationError, "Did you mean 'bf16'"),
-        ("fp8", UnsupportedError, "Known: no, fp16, bf16"),
+        ("fp16-true", UnsupportedError, "Known: no, fp16, bf16"),
     ],
 )
 def test_unknown_precisions_are_refused(name: str, error: type[Exception], words: str) -> None:

@@ -481,9 +481,10 @@ def test_nothing_is_left_in_the_temporary_folder(
         ),
         (
             ["--mixed_precision", "bf61"],
-            "Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
+            "Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, fp8, no. Did you mean 'bf16'?",
         ),
-        (["--mixed_precision", "fp8"], "mixed_precision='fp8' is not supported"),
+        (["--mixed_precision", "fp16-true"], "mixed_precision='fp16-true' is not supported"),
+        (["--fp8_margin", "1"], "--fp8_margin has no effect without --mixed_precision fp8. Add it, or leave"),
         (["--dynamo_backend", "inducter"], "Unknown dynamo backend 'inducter'"),
         (["--dynamo_backend", "nvprims_nvfuser"], "torch removed nvFuser"),
         (["--dynamo_mode", "max"], "Unknown mode 'max'. Known: default, max-autotune"),

@@ -33,6 +33,17 @@ IN_VARIABLES = {
     "dynamo_use_fullgraph": ("", "ACCELERATE_DYNAMO_USE_FULLGRAPH", "True"),
     "dynamo_use_dynamic": ("", "ACCELERATE_DYNAMO_USE_DYNAMIC", "True"),
     "dynamo_use_regional_compilation": ("", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True"),
+    "fp8_backend": ("AO", "ACCELERATE_FP8_BACKEND", "ao"),
+    "fp8_use_autocast_during_eval": ("", "ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", "true"),
+    "fp8_margin": ("1", "ACCELERATE_FP8_MARGIN", "1"),
+    "fp8_interval": ("2", "ACCELERATE_FP8_INTERVAL", "2"),
+    "fp8_format": ("e4m3", "ACCELERATE_FP8_FORMAT", "E4M3"),
+    "fp8_amax_history_len": ("4", "ACCELERATE_FP8_AMAX_HISTORY_LEN", "4"),
+    "fp8_amax_compute_algo": ("max", "ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "max"),
+    "fp8_override_linear_precision": ("no,no,yes", "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "false,false,true"),
+    "fp8_opt_level": ("O1", "ACCELERATE_FP8_OPT_LEVEL", "O1"),
+    "fp8_enable_fsdp_float8_all_gather": ("no", "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "false"),
+    "fp8_pad_inner_dim": ("no", "ACCELERATE_FP8_PAD_INNER_DIM", "false"),
     "use_fsdp": ("", "ACCELERATE_USE_FSDP", "true"),
     "fsdp_version": ("1", "FSDP_VERSION", "1"),
     "fsdp_offload_params": ("true", "FSDP_OFFLOAD_PARAMS", "true"),
@@ -92,12 +103,6 @@ REFUSED = {
         "megatron_lm_attention_softmax_in_fp32=true", "megatron_lm_expert_tensor_parallel_size=2",
         "megatron_lm_calculate_per_token_loss=true", "megatron_lm_use_rotary_position_embeddings=true",
     ],
-    "fp8": [
-        "fp8_backend=te", "fp8_use_autocast_during_eval", "fp8_margin=1", "fp8_interval=1", "fp8_format=E4M3",
-        "fp8_amax_history_len=4", "fp8_amax_compute_algo=max", "fp8_override_linear_precision=no,no,yes",
-        "fp8_opt_level=O1",
-        "fp8_enable_fsdp_float8_all_gather=true", "fp8_pad_inner_dim=true",
-    ],
     "TPUs": [
         "tpu", "tpu_cluster", "tpu_use_sudo", "vm=a", "env=a", "main_training_function=train", "downcast_bf16",
     ],
@@ -120,6 +125,8 @@ def needed_by(name: str) -> list[str]:
     """Return the options without which another one has no effect."""
     if name.startswith("fsdp_"):
         return ["--use_fsdp"]
+    if name.startswith("fp8_"):
+        return ["--mixed_precision", "fp8"]
     return ["--use_parallelism_config"] if name.startswith("parallelism_config_") else []
 
 
@@ -171,7 +178,7 @@ def test_each_topic_of_help_shows_its_options_and_why_others_are_refused() -> No
                 assert f"--{setting.name}" in text
     for topic in MISSING_GROUPS:
         assert "which this version" in help_text(topic)
-    assert len(help_text().splitlines()) <= 40
+    assert len(help_text().splitlines()) <= 43
     assert "--shutdown_timeout" in help_text("all")
     with pytest.raises(ConfigurationError, match=r"Unknown topic 'fdsp'.* Did you mean 'fsdp'\?"):
         help_text("fdsp")
@@ -287,6 +294,7 @@ def test_the_file_that_counts_is_read_and_named(settings_home: Path, capfd: pyte
         ("num_machines: 1\nmain_training_function: main\ndowncast_bf16: 'no'", [], "num_machines", "1"),
         ("deepspeed_config: {zero_stage: 3}", [], "use_fsdp", "no"),
         ("fp8_config: {backend: TE}", [], "mixed_precision", "no"),
+        ("fp8_config: {backend: AO}\nmixed_precision: fp8", [], "fp8_backend", "ao"),
     ],
 )
 def test_what_a_file_asks_for(
@@ -307,7 +315,7 @@ def test_what_a_file_asks_for(
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
         ("parallelism_config: {cp_comm_strategy: a}", "{}, line 1: `cp_comm_strategy` must be one of allgather, "),
-        ("mixed_precision: fp8", "mixed_precision='fp8' is not supported by this version"),
+        ("mixed_precision: fp16-true", "mixed_precision='fp16-true' is not supported by this version"),
         ("num_processes: 3\nnum_machines: 2", "3 does not divide evenly by 2 machines"),
         ("parallelism_config: {dp_shard_size: 2}\ndistributed_type: FSDP", "takes 2 processes, and there are 1"),
         ("num_processes: two", "{}, line 1: `num_processes` must be a whole number of at least 1 (got 'two')."),

@@ -172,7 +172,7 @@ def test_what_a_file_may_hold(text: str, values: dict[str, Any]) -> None:
         ),
         (
             "mixed_precision: bf61",
-            "c.yaml, line 1: Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
+            "c.yaml, line 1: Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, fp8, no. Did you mean ",
         ),
         ("debug: true\n[1, 2]: 3", "c.yaml, line 2: A key must be a name (got a list). Write `key: value`."),
         ("num_processes: !!python/object/apply:os.abort []", "c.yaml, line 1: `num_processes` must be a whole number"),

@@ -276,7 +276,7 @@ def test_two_nodes_form_one_world(backend: str, tmp_path: Path) -> None:
         ({"args": 5}, ConfigurationError, r"For one argument: args=\(value,\)"),
         ({"num_processes": 0}, ConfigurationError, "num_processes must be a whole number of at least 1, got 0"),
         ({"mixed_precision": "bf61"}, ConfigurationError, "Did you mean 'bf16'"),
-        ({"mixed_precision": "fp8"}, UnsupportedError, "fp8"),
+        ({"mixed_precision": "fp16-true"}, UnsupportedError, "fp16-true"),
         ({"use_port": "many"}, ConfigurationError, "use_port must be a number"),
         ({"use_port": 70000}, ConfigurationError, "main_process_port must be from 0 to 65535"),
         ({"rdzv_backend": "statik"}, ConfigurationError, "Did you mean 'static'"),

@@ -40,9 +40,9 @@ def test_precision_of_the_launcher_and_of_the_script() -> None:
         (
             "bf61",
             ConfigurationError,
-            "Unknown precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
+            "Unknown precision 'bf61'. Known: bf16, bf16-true, fp16, fp8, no. Did you mean 'bf16'?",
         ),
-        ("fp8", UnsupportedError, "mixed_precision='fp8' is not supported by this version"),
+        ("fp16-true", UnsupportedError, "mixed_precision='fp16-true' is not supported by this version"),
     ],
 )
 def test_other_precisions_are_refused(value: str, error: type[Exception], message: str) -> None:

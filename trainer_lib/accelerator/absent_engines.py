@@ -6,9 +6,8 @@ from trainer_lib.foundation.missing_features import DEEPSPEED_SEQUENCES, missing
 
 
 class AbsentEngines:
-    """Answers of an `Accelerator` without DeepSpeed and fp8."""
+    """Answers of an `Accelerator` without DeepSpeed."""
 
     deepspeed_plugin: Any = None
-    fp8_backend: Any = None
 
     deepspeed_ulysses_dl_adapter = staticmethod(missing_function("deepspeed_ulysses_dl_adapter", DEEPSPEED_SEQUENCES))

@@ -31,7 +31,7 @@ from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.compile_options import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.enums import DynamoBackend, PrecisionType
+from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
@@ -57,7 +57,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     Args:
         device_placement: Bring prepared models and batches to this rank's device.
         split_batches: Like `DataLoaderConfiguration(split_batches=…)`.
-        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default the launcher's setting.
+        mixed_precision: "no", "fp16", "bf16", "fp8", or "bf16-true" for bf16 weights; by default the launcher's.
         gradient_accumulation_steps: How many micro-batches `accumulate` adds up for one update.
         cpu: Stay on the CPU even if the machine has an accelerator device.
         dataloader_config: The options of data loading.
@@ -72,7 +72,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         gradient_accumulation_plugin: The options of accumulation.
         step_scheduler_with_optimizer: Whether schedules step only when their optimizer steps; else each `step` moves
             them.
-        kwargs_handlers: Option objects for autocast, the loss scaler, the process group, DDP and the profiler.
+        kwargs_handlers: Option objects for autocast, the loss scaler, fp8, the process group, DDP and the profiler.
         dynamo_backend: The `torch.compile` backend for prepared models; by default the launcher's setting.
         dynamo_plugin: All options of compilation, instead of `dynamo_backend`.
         deepspeed_plugins: `None`, like `deepspeed_plugin`.
@@ -158,7 +158,11 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         construction.warn_of_fsdp1(self.state.fsdp_notes)
         self.gradient_state = GradientState(plugin)
         self.precision = choose_precision(
-            self.state.mixed_precision, self.device.type, handlers.get(AutocastKwargs), handlers.get(GradScalerKwargs)
+            self.state.mixed_precision,
+            self.device.type,
+            handlers.get(AutocastKwargs),
+            handlers.get(GradScalerKwargs),
+            handlers.fp8_recipe(),
         )
         construction.check_compilation(
             self.state.dynamo_plugin,
@@ -194,8 +198,13 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: "no", "fp16", "bf16" or "bf16-true"."""
+        """The precision: "no", "fp16", "bf16", "fp8" or "bf16-true"."""
         return self.precision.name
+
+    @property
+    def fp8_backend(self) -> FP8BackendType | None:
+        """The package that computes in fp8, "AO" or "TE", else `None`."""
+        return self.precision.fp8_backend
 
     @property
     def scaler(self) -> Any:

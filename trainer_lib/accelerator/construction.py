@@ -11,6 +11,13 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.enums import DynamoBackend, RNGType
+from trainer_lib.options.fp8_options import (
+    AORecipeKwargs,
+    FP8Recipe,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
@@ -19,7 +26,15 @@ from trainer_lib.strategies.registry import registered_options
 
 _logger = get_logger(__name__)
 
-_HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_FP8_RECIPES = (AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs)
+_HANDLERS = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    *_FP8_RECIPES,
+)
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _NOT_YET = {
     "deepspeed_plugin": "DeepSpeed",
@@ -53,6 +68,16 @@ class Handlers:
         """Return the handler of this type, or `None`."""
         handler = self._by_type.get(kind)
         return handler if isinstance(handler, kind) else None
+
+    def fp8_recipe(self) -> FP8Recipe | None:
+        """Return the options of fp8, or `None`."""
+        recipes = [recipe for kind in _FP8_RECIPES if (recipe := self.get(kind)) is not None]
+        if len(recipes) > 1:
+            raise ConfigurationError(
+                "kwargs_handlers has several options of fp8: "
+                f"{', '.join(type(recipe).__name__ for recipe in recipes)}. Give one."
+            )
+        return recipes[0] if recipes else None
 
     def strategy(self) -> KwargsHandler | None:
         """Return the options of a registered strategy, or `None`."""

@@ -111,6 +111,11 @@ def mixed_precision_requested() -> str:
     return (os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no").lower()
 
 
+def fp8_setting(name: str) -> str | None:
+    """The launcher's value of an option of fp8, such as "backend" or "margin", if it set one."""
+    return os.environ.get(f"ACCELERATE_FP8_{name.upper()}") or None
+
+
 def accumulation_steps_requested() -> int:
     """The accumulation steps named by the launcher, or 1."""
     return get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], 1)

@@ -253,7 +253,7 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Whether a package for fp8 is installed; this version uses none of them."""
+    """Whether a package for fp8 is installed: torchao, Transformer Engine or MS-AMP."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 

@@ -70,7 +70,6 @@ DEEPSPEED_SEQUENCES = MissingFeature(
     "DeepSpeed's loader of sequences",
     "Sequence parallelism runs without it: use maybe_context_parallel around forward and backward, or a Trainer.",
 )
-FP8 = MissingFeature("fp8", "Train with mixed_precision='bf16'.")
 FSDP1_STEPS = MissingFeature(
     "Accelerate's separate steps of FSDP",
     "accelerator.prepare shards a model; accelerator.save_state, load_state and save_model write and read its weights.",

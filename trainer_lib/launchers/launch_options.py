@@ -4,7 +4,6 @@ from typing import Any
 
 from trainer_lib.foundation.missing_features import (
     DEEPSPEED,
-    FP8,
     MEGATRON_LM,
     TPU,
     MissingFeature,
@@ -40,6 +39,7 @@ GROUPS = {
     "processes": "processes",
     "training": "training, if the script does not say it",
     "compile": "torch.compile, if the script does not say it",
+    "fp8": "fp8, if the script does not say it",
     "fsdp": "FSDP, if the script does not say it",
     "parallelism": "replication, sharding and splitting over the processes, if the script does not say it",
     "machines": "several machines",
@@ -51,7 +51,6 @@ GROUPS = {
 MISSING_GROUPS = {
     "deepspeed": "DeepSpeed, which this version does not have",
     "megatron_lm": "Megatron-LM, which this version does not have",
-    "fp8": "fp8, which this version does not have",
     "tpu": "TPUs, which this version does not train on",
 }
 
@@ -114,7 +113,7 @@ def _training() -> list[Setting]:
             name="mixed_precision",
             group="training",
             kind=PRECISION,
-            help="no, fp16, bf16 or bf16-true",
+            help="no, fp16, bf16, bf16-true or fp8",
             default="no",
             variable="ACCELERATE_MIXED_PRECISION",
         ),
@@ -519,30 +518,35 @@ def _fp8() -> list[Setting]:
         "amax_compute_algo": ("fp8_amax_compute_algorithm",),
         "opt_level": ("fp8_optimization_level",),
     }
-    kinds: dict[str, Kind] = {
-        "backend": choice("ao", "te", "msamp"),
-        "use_autocast_during_eval": SWITCH,
-        "margin": COUNT_OR_ZERO,
-        "interval": COUNT,
-        "format": choice("HYBRID", "E4M3", "E5M2"),
-        "amax_history_len": COUNT,
-        "amax_compute_algo": choice("max", "most_recent"),
-        "override_linear_precision": THREE_YES_OR_NO,
-        "opt_level": choice("O1", "O2"),
-        "enable_fsdp_float8_all_gather": YES_OR_NO,
-        "pad_inner_dim": YES_OR_NO,
+    kinds: dict[str, tuple[Kind, Any, str]] = {
+        "backend": (choice("ao", "te", "msamp"), None, "ao: torchao, te: Transformer Engine (default: what is there)"),
+        "use_autocast_during_eval": (SWITCH, False, "te: compute in fp8 in evaluation too"),
+        "margin": (COUNT_OR_ZERO, 0, "te: the margin of the scaling factors"),
+        "interval": (COUNT, 1, "te: steps between two computations of the scaling factors"),
+        "format": (choice("HYBRID", "E4M3", "E5M2"), "HYBRID", "te: the format"),
+        "amax_history_len": (COUNT, 1024, "te: from how many steps the largest value of a tensor counts"),
+        "amax_compute_algo": (choice("max", "most_recent"), "most_recent", "te: which of them counts"),
+        "override_linear_precision": (
+            THREE_YES_OR_NO,
+            None,
+            "te: compute forward, gradients of inputs and of weights in higher precision",
+        ),
+        "opt_level": (choice("O1", "O2"), None, "msamp, which this version does not run"),
+        "enable_fsdp_float8_all_gather": (YES_OR_NO, None, "ao: no effect: FSDP gathers weights in bf16"),
+        "pad_inner_dim": (YES_OR_NO, True, "ao: pad matrices to sizes that fp8 needs"),
     }
     return [
         Setting(
             name=f"fp8_{name}",
             group="fp8",
             kind=kind,
-            help="",
+            help=text,
+            default=default,
             section="fp8_config",
             old_keys=old_keys.get(name, ()),
-            missing=FP8,
+            variable=f"ACCELERATE_FP8_{name.upper()}",
         )
-        for name, kind in kinds.items()
+        for name, (kind, default, text) in kinds.items()
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from trainer_lib.foundation.environment import str_to_bool
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.missing_features import MissingFeature
-from trainer_lib.options.precision_options import check_precision
+from trainer_lib.options.precision_options import PRECISIONS, check_precision
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,6 @@ def _filled(text: str) -> str:
     return text
 
 
-def _precision(text: str) -> str:
-    # A configuration file may hold fp8; a launch refuses it, and says why.
-    return "fp8" if text.lower() == "fp8" else check_precision(text)
-
-
 _YES_OR_NO = "yes or no"
 SWITCH = Kind(_YES_OR_NO, _yes_or_no, "")
 YES_OR_NO = Kind(_YES_OR_NO, _yes_or_no, "yes|no")
@@ -192,4 +187,4 @@ FILLED = Kind("a text that is not empty", _filled)
 PER_MACHINE = Kind("a whole number of at least 1, auto, gpu or cpu", _first(_whole(at_least=1), _machine_word), "N")
 YES_NO_OR_NAME = Kind("yes, no or a name that is not empty", _first(_yes_or_no, _filled), "yes|no")
 NUMBER_OR_AUTO = Kind("a number of at least 0, or auto", _first(_number, _auto), "X")
-PRECISION = Kind("a precision", _precision, "NAME", ("no", "fp16", "bf16", "bf16-true"))
+PRECISION = Kind("a precision", check_precision, "NAME", PRECISIONS)

@@ -122,7 +122,7 @@ class SageMakerDistributedType(BaseEnum):
 
 
 class FP8BackendType(BaseEnum):
-    """The packages that train in fp8; this version uses none of them."""
+    """The packages that train in fp8; this version does not run MS-AMP."""
 
     NO = "NO"
     TE = "TE"

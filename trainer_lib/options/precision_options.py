@@ -6,9 +6,8 @@ from typing import Any
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.options.base import KwargsHandler, check_choice, check_count, check_flag, check_positive
 
-PRECISIONS = ("no", "fp16", "bf16", "bf16-true")
+PRECISIONS = ("no", "fp16", "bf16", "bf16-true", "fp8")
 _UNSUPPORTED = {
-    "fp8": "",
     "fp16-true": ": gradients below 6e-8 become 0 in fp16 and values above 65504 infinite, and a loss scaler needs "
     "fp32 weights to unscale into. Use 'bf16-true', or 'fp16', which keeps the weights in fp32",
 }

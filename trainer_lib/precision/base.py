@@ -17,6 +17,7 @@ class FullPrecision:
 
     name = "no"
     scaler: Any = None
+    fp8_backend: Any = None
 
     def check(self, model: nn.Module) -> None:
         """Raise if `model` cannot be trained in this precision."""

@@ -1,5 +1,7 @@
 """Choose the precision by name."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
@@ -10,17 +12,30 @@ from trainer_lib.precision.base import FullPrecision
 from trainer_lib.precision.bf16_true import TrueBfloat16
 from trainer_lib.precision.scaler import ScaledAutocast
 
+if TYPE_CHECKING:
+    from trainer_lib.options.fp8_options import FP8Recipe
+
 _logger = get_logger(__name__)
 
 
 def choose_precision(
-    name: str, device_type: str, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+    name: str,
+    device_type: str,
+    autocast: AutocastKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+    fp8: "FP8Recipe | None" = None,
 ) -> FullPrecision:
-    """Return the precision called `name` ("no", "bf16", "bf16-true", "fp16") on a type of device.
+    """Return the precision called `name` ("no", "bf16", "bf16-true", "fp16", "fp8") on a type of device.
 
     Raises:
-        ConfigurationError: If the name is unknown.
+        ConfigurationError: If the name is unknown, or there are options of fp8 for another precision.
+        MissingPackageError: If the package that computes in fp8 is not installed.
+        UnsupportedError: If the device does not compute in fp8.
     """
+    if fp8 is not None and name != "fp8":
+        raise ConfigurationError(
+            f"{type(fp8).__name__} has no effect with mixed_precision={name!r}. Give mixed_precision='fp8'."
+        )
     if scaler is not None and name != "fp16":
         _logger.warning_once("GradScalerKwargs are ignored: only 'fp16' scales the loss (mixed_precision is %r).", name)
     if name == "no":
@@ -31,4 +46,18 @@ def choose_precision(
         return TrueBfloat16(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
     if name == "fp16":
         return ScaledAutocast(device_type, autocast or AutocastKwargs(), scaler or GradScalerKwargs())
+    if name == "fp8":
+        return _fp8(device_type, autocast or AutocastKwargs(), fp8)
     raise ConfigurationError(unknown("precision", name, PRECISIONS))
+
+
+def _fp8(device_type: str, autocast: AutocastKwargs, given: "FP8Recipe | None") -> FullPrecision:
+    from trainer_lib.options.fp8_options import AORecipeKwargs, TERecipeKwargs, choose_recipe
+    from trainer_lib.precision.float8 import Float8
+    from trainer_lib.precision.transformer_engine import TransformerEngine
+
+    recipe = choose_recipe(given)
+    if isinstance(recipe, AORecipeKwargs):
+        return Float8(device_type, autocast, recipe)
+    assert isinstance(recipe, TERecipeKwargs)
+    return TransformerEngine(device_type, autocast, recipe)

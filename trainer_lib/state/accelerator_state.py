@@ -32,7 +32,8 @@ class AcceleratorState(ProcessControl):
     """The settings of the Accelerator, on top of `PartialState`. All instances share one state.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16", or "bf16-true" for weights in bf16; by default the launcher's setting.
+        mixed_precision: "no", "fp16", "bf16", "fp8", or "bf16-true" for weights in bf16; by default the
+            launcher's setting.
         cpu: Use the CPU even if there is an accelerator.
         dynamo_plugin: How models are compiled; by default the launcher's setting, or not at all.
         fsdp_plugin: How models are sharded; by default the launcher's setting, or not at all.
@@ -129,7 +130,7 @@ class AcceleratorState(ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: "no", "fp16", "bf16" or "bf16-true"."""
+        """The precision: "no", "fp16", "bf16", "fp8" or "bf16-true"."""
         return self._mixed_precision
 
     @property

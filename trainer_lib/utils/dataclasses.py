@@ -3,7 +3,6 @@
 from typing import Any
 
 from trainer_lib.foundation.missing_features import (
-    FP8,
     MEGATRON_LM,
     missing_class,
     missing_function,
@@ -48,6 +47,10 @@ from trainer_lib.options.enums import LoggerType as LoggerType
 from trainer_lib.options.enums import PrecisionType as PrecisionType
 from trainer_lib.options.enums import RNGType as RNGType
 from trainer_lib.options.enums import SageMakerDistributedType as SageMakerDistributedType
+from trainer_lib.options.fp8_options import AORecipeKwargs as AORecipeKwargs
+from trainer_lib.options.fp8_options import FP8RecipeKwargs as FP8RecipeKwargs
+from trainer_lib.options.fp8_options import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from trainer_lib.options.fp8_options import TERecipeKwargs as TERecipeKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig as TorchPipelineParallelConfig
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
@@ -61,10 +64,6 @@ from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfi
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 
-AORecipeKwargs = missing_class("AORecipeKwargs", FP8)
-FP8RecipeKwargs = missing_class("FP8RecipeKwargs", FP8)
-MSAMPRecipeKwargs = missing_class("MSAMPRecipeKwargs", FP8)
-TERecipeKwargs = missing_class("TERecipeKwargs", FP8)
 MegatronLMPlugin = missing_class("MegatronLMPlugin", MEGATRON_LM)
 add_model_config_to_megatron_parser = missing_function("add_model_config_to_megatron_parser", MEGATRON_LM)
 parse_bert_config = missing_function("parse_bert_config", MEGATRON_LM)

@@ -3,7 +3,6 @@
 from trainer_lib.foundation.environment import env_var_path_add as env_var_path_add
 from trainer_lib.foundation.missing_features import (
     DEEPSPEED,
-    FP8,
     LAUNCHER_STEPS,
     SAGEMAKER,
     TPU,
@@ -13,10 +12,10 @@ from trainer_lib.foundation.missing_features import (
 from trainer_lib.options.accelerate_constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 
 prepare_deepspeed_cmd_env = missing_function("prepare_deepspeed_cmd_env", DEEPSPEED)
-setup_fp8_env = missing_function("setup_fp8_env", FP8)
 prepare_sagemager_args_inputs = missing_function("prepare_sagemager_args_inputs", SAGEMAKER)
 prepare_tpu = missing_function("prepare_tpu", TPU)
 PrepareForLaunch = missing_class("PrepareForLaunch", LAUNCHER_STEPS)
 prepare_extend_env_parallelism_config = missing_function("prepare_extend_env_parallelism_config", LAUNCHER_STEPS)
 prepare_multi_gpu_env = missing_function("prepare_multi_gpu_env", LAUNCHER_STEPS)
+setup_fp8_env = missing_function("setup_fp8_env", LAUNCHER_STEPS)
 prepare_simple_launcher_cmd_env = missing_function("prepare_simple_launcher_cmd_env", LAUNCHER_STEPS)

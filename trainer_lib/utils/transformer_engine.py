@@ -1,8 +1,6 @@
 """Names that scripts import from `accelerate.utils.transformer_engine`."""
 
-from trainer_lib.foundation.missing_features import FP8, missing_function
 from trainer_lib.modules.module_kinds import has_transformer_engine_layers as has_transformer_engine_layers
-
-apply_fp8_autowrap = missing_function("apply_fp8_autowrap", FP8)
-contextual_fp8_autocast = missing_function("contextual_fp8_autocast", FP8)
-convert_model = missing_function("convert_model", FP8)
+from trainer_lib.precision.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from trainer_lib.precision.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
+from trainer_lib.precision.transformer_engine import convert_model as convert_model

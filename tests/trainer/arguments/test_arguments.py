@@ -113,9 +113,9 @@ def test_amounts_are_finite_and_positive(name: str, value: Any) -> None:
         ({"tf32": "maybe"}, "tf32 must be True or False, got 'maybe'."),
         (
             {"mixed_precision": "bf61"},
-            "Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, no. Did you mean 'bf16'?",
+            "Unknown mixed_precision 'bf61'. Known: bf16, bf16-true, fp16, fp8, no. Did you mean 'bf16'?",
         ),
-        ({"mixed_precision": True}, "Unknown mixed_precision True. Known: bf16, bf16-true, fp16, no."),
+        ({"mixed_precision": True}, "Unknown mixed_precision True. Known: bf16, bf16-true, fp16, fp8, no."),
         ({"optimizer": "adamv"}, "Unknown optimizer 'adamv'. Known: adadelta"),
         ({"optimizer": "adamv"}, "Did you mean 'adam'? Or give a dotted path."),
         ({"optimizer": "adamw_torch_fused"}, 'is given here as optimizer="adamw".'),

@@ -16,7 +16,13 @@ def script_variables(values: LaunchValues) -> dict[str, str]:
     Raises:
         ConfigurationError: If a value is unknown, or contradicts another.
     """
-    return {**_of_each_launch(values), **_of_compilation(values), **_of_fsdp(values), **_of_parallelism(values)}
+    return {
+        **_of_each_launch(values),
+        **_of_compilation(values),
+        **_of_fp8(values),
+        **_of_fsdp(values),
+        **_of_parallelism(values),
+    }
 
 
 def _of_each_launch(values: LaunchValues) -> dict[str, str]:
@@ -39,6 +45,13 @@ def _of_compilation(values: LaunchValues) -> dict[str, str]:
     texts = {_variable(name): str(values[name]) for name in names}
     # Accelerate's spelling.
     return {name: text.upper() if name.endswith("BACKEND") else text for name, text in texts.items()}
+
+
+def _of_fp8(values: LaunchValues) -> dict[str, str]:
+    if str(values["mixed_precision"]).lower() != "fp8":
+        return {}
+    names = [name for name, setting in SETTINGS.items() if setting.group == "fp8" and values.is_asked(name)]
+    return {_variable(name): _lower(values[name]) for name in names if not values.is_inherited(name)}
 
 
 def _of_fsdp(values: LaunchValues) -> dict[str, str]:
@@ -70,4 +83,6 @@ def _variable(name: str) -> str:
 
 
 def _lower(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_lower, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

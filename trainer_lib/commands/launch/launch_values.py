@@ -26,9 +26,9 @@ _OPTION_OF_WORLD = {
 }
 _MULTI_GPU = "multi_gpu"  # that of all others
 _WORLDS = (_MULTI_GPU, "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-# Parts of a file that count only if `distributed_type` or `mixed_precision` asks for them, which is refused itself,
-# and what is for SageMaker alone.
-_IDLE_SECTIONS = ("deepspeed_config", "megatron_lm_config", "fp8_config", "additional_args")
+# Parts of a file that count only if `distributed_type` asks for them, which is refused itself, and what is for
+# SageMaker alone.
+_IDLE_SECTIONS = ("deepspeed_config", "megatron_lm_config", "additional_args")
 _NOT_INHERITED = ("num_cpu_threads_per_process",)  # OMP_NUM_THREADS may be a list
 
 
@@ -162,6 +162,12 @@ def _check_needs(values: LaunchValues) -> None:
                 f"--{name} has no effect without a configuration file that says `compute_environment: "
                 "AMAZON_SAGEMAKER`. `trainer-lib config` writes one; --config_file names it."
             )
+    if str(values["mixed_precision"]).lower() != "fp8":
+        for name, setting in SETTINGS.items():
+            if setting.group == "fp8" and values.source(name)[:2] == "--":
+                raise ConfigurationError(
+                    f"--{name} has no effect without --mixed_precision fp8. Add it, or leave --{name} out."
+                )
     for switch, group in (("use_fsdp", "fsdp"), ("use_parallelism_config", "parallelism")):
         for name, setting in SETTINGS.items():
             if setting.group == group and not values[switch] and name != switch and values.source(name)[:2] == "--":

@@ -23,7 +23,7 @@ from trainer_lib.strategies.fsdp.fully_shard import ShardedModel, Splitting
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_COMPUTE_TYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE_TYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class FSDP(Strategy):

@@ -323,6 +323,11 @@ def _refuse_others(parallelism: ParallelismConfig, config: TorchPipelineParallel
             "The schedule 'InterleavedZeroBubble' computes gradients of inputs before those of weights, and torch does "
             f"so for whole weights only (got {', '.join(parts)}). Choose 'Interleaved1F1B'."
         )
+    if mixed_precision == "fp8":
+        raise UnsupportedError(
+            f"mixed_precision='fp8' does not work with pp_size={parallelism.pp_size} in this version. Use 'bf16' or "
+            "'no'."
+        )
     if mixed_precision == "fp16":
         raise UnsupportedError(
             f"mixed_precision='fp16' does not work with pp_size={parallelism.pp_size}: the scaler of each stage would "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -49,6 +49,11 @@ class TensorParallel(FSDP):
         mixed_precision: str,
         replicas: ProcessGroup,
     ) -> None:
+        if mixed_precision == "fp8":
+            raise UnsupportedError(
+                f"mixed_precision='fp8' does not work with tp_size={parallelism.tp_size}: the parts of a matrix would "
+                "have scales of their own. Use mixed_precision='bf16', or leave tp_size at 1."
+            )
         self._shards = plugin is not None
         whole = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
         super().__init__(group, device, plugin or whole, parallelism, mixed_precision)

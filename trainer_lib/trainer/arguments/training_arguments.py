@@ -13,6 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.fp8_options import AORecipeKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.processes.exit_codes import STOP_SIGNALS
@@ -224,11 +225,14 @@ class TrainingArguments(ArgumentsBase):
         check=checks.number(above=0, hint=" To leave gradients as they are, give None."),
     )
 
-    mixed_precision: Literal["no", "fp16", "bf16", "bf16-true"] | None = setting(
+    mixed_precision: Literal["no", "fp16", "bf16", "bf16-true", "fp8"] | None = setting(
         DEVICES,
         None,
-        '"no", "fp16", "bf16", or "bf16-true" for weights in bf16; `None` uses what the launcher set.',
+        '"no", "fp16", "bf16", "fp8", or "bf16-true" for weights in bf16; `None` uses what the launcher set.',
         check=checks.precision,
+    )
+    fp8: AORecipeKwargs | None = setting(
+        DEVICES, None, 'Options of `mixed_precision="fp8"`, as `AORecipeKwargs`: which layers, and how.'
     )
     compile: bool | str | TorchDynamoPlugin = setting(
         DEVICES,

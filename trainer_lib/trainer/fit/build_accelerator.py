@@ -30,8 +30,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
     if args.parallelism is not None:
         options["parallelism_config"] = args.parallelism
-    if args.ddp is not None:
-        options["kwargs_handlers"] = [args.ddp]
+    options["kwargs_handlers"] = [handler for handler in (args.ddp, args.fp8) if handler is not None]
     made = Accelerator(
         mixed_precision=args.mixed_precision,
         cpu=args.use_cpu,

@@ -14,7 +14,9 @@ Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
 _LOG = "log"
 # Arguments that all trials share, and why.
 _OF_ALL = {
-    **dict.fromkeys(("mixed_precision", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "sets up the accelerator"),
+    **dict.fromkeys(
+        ("mixed_precision", "fp8", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "sets up the accelerator"
+    ),
     **dict.fromkeys(("gradient_checkpointing", "sync_batchnorm", "parameter_groups"), "changes the model permanently"),
     **dict.fromkeys(("seed", "data_seed"), "seeds the accelerator's loaders"),
     **dict.fromkeys(("output_dir", "run_name", "resume", "dry_run"), "is set by the search"),
