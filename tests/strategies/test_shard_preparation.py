@@ -362,6 +362,21 @@ def test_whole_weights_and_models_are_let_go() -> None:
     assert run_world(_memory, (), 2, timeout=60) == [[True, True]] * 2
 
 
+def _forgotten() -> bool:
+    accelerator, network = _sharding(), stack()
+    network.scale = nn.Parameter(torch.ones(()))  # which is not sharded, so that its gradient is averaged
+    network = accelerator.prepare(network)
+    accelerator.backward(network(torch.ones(1, 8)).sum() * network.scale)
+    weight = weakref.ref(network.scale)
+    del accelerator, network
+    gc.collect()
+    return weight() is None
+
+
+def test_weights_without_references_are_let_go() -> None:
+    assert run_world(_forgotten, (), 2, timeout=60) == [True, True]
+
+
 @pytest.mark.slow
 def test_two_models_are_sharded_side_by_side() -> None:
     norms, names = _take_turns(Accelerator(cpu=True))

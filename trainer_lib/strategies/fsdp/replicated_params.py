@@ -1,7 +1,9 @@
 """`ReplicatedParameters`: averages the gradients of weights that several ranks hold and FSDP does not shard."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -27,7 +29,10 @@ class ReplicatedParameters:
         self._parameters = trained if group.size > 1 else []
         self._group = group
         self._is_due = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._queue_average) for p in self._parameters]
+        # torch keeps a parameter's hooks where the garbage collector does not look, so that a hook that refers to the
+        # parameter would keep it, and its model, in memory for ever.
+        queue = WeakMethod(self._queue_average)
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, queue)) for p in self._parameters]
 
     def release(self) -> None:
         """Remove the hooks from the weights."""
@@ -60,3 +65,9 @@ class ReplicatedParameters:
         for parameter in unused:
             if parameter.grad is not None and not any(value.any() for value in local_values([parameter.grad])):
                 parameter.grad = None
+
+
+def _call(queue: "WeakMethod[Callable[[Tensor], None]]", tensor: Tensor) -> None:
+    method = queue()
+    if method is not None:
+        method(tensor)
