@@ -35,6 +35,8 @@ _SIGNALS = [getattr(signal, name) for name in REQUESTS]
 _WORLDS = ("run_world", "run_forked")
 _NO_FOLDER = "/nonexistent"  # no configuration of launches is there
 _OF_RANKS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
+_OF_MODELS = ("torch.distributed.pipelining", "transformers.models.gpt2.modeling_gpt2")  # a second in each process
+_MANY = 30  # tests that import these sooner or later
 
 torch.set_num_threads(1)  # tests with several processes share few cores
 
@@ -62,10 +64,9 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import once what every rank of a world would import by itself, and keep all of it out of garbage collections."""
-    if any(
-        hasattr(item.module, name) for item in session.items if isinstance(item, pytest.Function) for name in _WORLDS
-    ):
-        for module in _OF_RANKS:
+    tests = [item for item in session.items if isinstance(item, pytest.Function)]
+    if any(hasattr(item.module, name) for item in tests for name in _WORLDS):
+        for module in (*_OF_RANKS, *(_OF_MODELS if len(tests) > _MANY else ())):
             import_module(module)
     _freeze()
 

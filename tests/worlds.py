@@ -104,11 +104,23 @@ def forget_world() -> None:
         dist.destroy_process_group()
     _left_groups[:] = groups
     if "torch.distributed.tensor" in sys.modules:
-        # For processes that are forked from this one, which inherit layouts of the world that was left here.
-        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        _forget_layouts()
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
+
+
+def _forget_layouts() -> None:
+    """Empty torch's caches of layouts.
+
+    Processes that are forked from this one would inherit layouts of the world that was left here, and what a cache knows
+    of a mesh keeps the mesh's groups, each with threads of gloo that wake up a hundred times a second.
+    """
+    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    redistribute = import_module("torch.distributed.tensor._redistribute")
+    redistribute.clear_redistribute_planner_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    import_module("torch.distributed.tensor._collective_utils").MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 class _Call(NamedTuple):
@@ -304,7 +316,6 @@ def _run(call: _Call) -> _Reply:
     forget_world()
     gc.collect()
     gc.freeze()  # what is left stays, such as imported modules: the next collection need not look at it
-    # What torch caches of a mesh keeps its groups, each with threads of gloo that wake up a hundred times a second.
     is_idle = len(list(Path("/proc/self/task").glob("*"))) <= _MOST_THREADS
     is_clean = is_idle and threading.active_count() == 1 and not active_children()
     return _Reply(buffer.getvalue(), is_clean=is_clean)
