@@ -14,6 +14,7 @@ from tests.strategies.split import WITH_VOCABULARY, Plain, data, gpt2, model_of
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, LabelSmoothing
+from trainer_lib.events import Callback, Run
 from trainer_lib.state import PartialState
 from trainer_lib.utils import TorchTensorParallelConfig
 
@@ -40,8 +41,17 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 _SHARING = ("tp_size", "pp_size", "cp_size", "sp_size")  # ranks that differ in these read the same batches
 
 
+class _Began(Callback):
+    """Notes the step at which training begins."""
+
+    step = -1
+
+    def on_fit_begin(self, run: Run) -> None:
+        self.step = run.state.step
+
+
 def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind: Any = Plain, **options: Any) -> Any:
-    samples = options.pop("samples", 45)
+    samples, begins_at, began = options.pop("samples", 45), options.pop("begins_at", 0), _Began()
     handler = TorchTensorParallelConfig(plan=WITH_VOCABULARY if kind is Plain else None)
     sizes: dict[str, Any] = MESHES[mesh][1]
     replicas = PartialState(cpu=True).num_processes // prod(sizes.get(name, 1) for name in _SHARING)
@@ -60,12 +70,14 @@ def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind
         train_dataset=data(samples),
         eval_dataset=data(11),
         metrics=["accuracy"],
-        callbacks=[EMA(0.9), *([] if dies_at is None else [Dies(dies_at)])],
+        callbacks=[EMA(0.9), began, *([] if dies_at is None else [Dies(dies_at)])],
     )
     try:
         result = trainer.fit()
     except InterruptedError:
         return None
+    finally:
+        assert began.step == begins_at
     logged = [[entry["loss"], entry["grad_norm"]] for entry in result.history if "loss" in entry]
     metrics = {name: value for name, value in trainer.evaluate().items() if not name.endswith("_per_second")}
     state = trainer.run.state
@@ -119,19 +131,16 @@ def test_twenty_steps_of_a_tied_model(mesh: str) -> None:
         assert_as_one_process(actual, expected)
 
 
-RESUMES = [
-    ("tp2", "one"), ("one", "tp2"), ("tp2", "dp2"), ("dp2", "tp2"), ("tp2", "tp4"), ("tp2_fsdp2", "tp2"),
-    ("tp2_fsdp2", "one"), ("one", "tp2_fsdp2"), ("tp2_dp2", "tp2_fsdp2"), ("pp2", "one"), ("one", "pp2"),
-    ("pp2", "pp2"), ("pp2_dp2", "tp2"), ("dp2", "pp2_dp2"),
-    ("pp2_fsdp2", "one"), ("pp2_tp2", "pp2"), ("tp2_fsdp2", "pp2_tp2"),
-    ("pp2", "pp2_fsdp2"), ("tp2_fsdp2", "pp2_fsdp2"),
-]  # fmt: skip
-
-
-RESUMES_OF_SEQUENCES = [
-    ("tp2_cp2", "one"), ("one", "tp2_sp2"), ("tp2_cp2_fsdp2", "tp2_cp2"), ("tp2_hsdp4", "tp2_cp2_fsdp2"),
-    ("pp2", "tp2_hsdp4"),
-]  # fmt: skip
+# Each mesh resumes what the mesh before it saved.
+CHAINS = [
+    ("adamw", "tp2_dp2", "tp2_fsdp2", "one", "tp2", "tp4"),
+    ("adamw", "one", "tp2_fsdp2", "tp2", "dp2", "pp2_dp2"),
+    ("adamw", "pp2_dp2", "tp2", "one", "pp2", "pp2_fsdp2"),
+    ("adamw", "tp2_fsdp2", "pp2_tp2", "pp2", "pp2", "one"),
+    ("adamw", "tp2_fsdp2", "pp2_fsdp2", "one", "tp2_sp2", "dp2", "tp2"),
+    ("adamw", "pp2", "tp2_hsdp4", "tp2_cp2_fsdp2", "tp2_cp2", "one"),
+    ("sgd", "tp2_dp2", "tp2_fsdp2", "pp2_tp2"),
+]
 
 
 @cache
@@ -144,20 +153,18 @@ def _of_one_process(optimizer: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "first", "second"),
-    [
-        *(("adamw", *meshes) for meshes in (*RESUMES, *RESUMES_OF_SEQUENCES)),
-        ("sgd", "tp2_dp2", "tp2_fsdp2"),
-        ("sgd", "tp2_fsdp2", "pp2_tp2"),
-    ],
-)
-def test_a_run_resumes_on_another_mesh(optimizer: str, first: str, second: str, tmp_path: Path) -> None:
-    def run(mesh: str, dies_at: int | None, resume: str) -> Any:
-        return _run(mesh, tmp_path, dies_at, resume=resume, optimizer=optimizer, learning_rate=0.003)
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(chain))
+def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path) -> None:
+    optimizer, *meshes, last = chain
 
-    assert run_world(run, (first, 10, "never"), MESHES[first][0], timeout=150) == [None] * MESHES[first][0]
-    for actual in run_world(run, (second, None, "auto"), MESHES[second][0], timeout=150):
+    def run(mesh: str, begins_at: int, dies_at: int | None) -> Any:
+        options = {"save_every": 3, "optimizer": optimizer, "learning_rate": 0.003, "begins_at": begins_at}
+        return _run(mesh, tmp_path, dies_at, resume="auto", **options)
+
+    for number, mesh in enumerate(meshes):
+        died = run_world(run, (mesh, 3 * number, 3 * number + 4), MESHES[mesh][0], timeout=150)
+        assert died == [None] * MESHES[mesh][0]
+    for actual in run_world(run, (last, 3 * len(meshes), None), MESHES[last][0], timeout=150):
         assert len(actual[0]) == 20, "the history of the run begins with the steps before the resume"
         assert_as_one_process(actual, _of_one_process(optimizer))
 
