@@ -113,8 +113,8 @@ def forget_world() -> None:
 def _forget_layouts() -> None:
     """Empty torch's caches of layouts.
 
-    Processes that are forked from this one would inherit layouts of the world that was left here, and what a cache knows
-    of a mesh keeps the mesh's groups, each with threads of gloo that wake up a hundred times a second.
+    Processes that are forked from this one would inherit layouts of the world that was left here. And a cached mesh
+    keeps its groups, each with threads of gloo that wake up a hundred times a second.
     """
     import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     redistribute = import_module("torch.distributed.tensor._redistribute")

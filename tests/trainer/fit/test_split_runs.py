@@ -153,7 +153,7 @@ def _of_one_process(optimizer: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(chain))
+@pytest.mark.parametrize("chain", CHAINS, ids="-".join)
 def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path) -> None:
     optimizer, *meshes, last = chain
 
