@@ -389,6 +389,12 @@ class Matches(evaluate.Metric):
 """
 
 
+def test_outputs_that_compute_loss_does_not_return_are_missed() -> None:
+    output = EvaluationOutput(torch.ones(()), 2, None, torch.tensor([0, 1]))
+    with pytest.raises(ConfigurationError, match=r"'accuracy' needs predictions.* Return both: \(loss, outputs\)"):
+        as_metric("accuracy", "accuracy").update(output)
+
+
 class TestEvaluate:
     @pytest.fixture
     def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:

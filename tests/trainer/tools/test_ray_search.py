@@ -30,9 +30,10 @@ class Scaled(Fragile):
         return super().compute_loss(model, batch) * self.factor
 
 
-def scaled(output_dir: Path | None = None, **args: Any) -> Trainer:
+def scaled(output_dir: Path | None = None, metrics: Any = None, **args: Any) -> Trainer:
     settings = arguments(**{"num_train_epochs": 2, "output_dir": output_dir, **args})
-    return Scaled(network(0.2), settings, train_dataset=points(), eval_dataset=points(16), factor=0.5)
+    data = {"train_dataset": points(), "eval_dataset": points(16)}
+    return Scaled(network(0.2), settings, **data, metrics=metrics, factor=0.5)
 
 
 ray: Any = pytest.importorskip("ray", reason="Ray is not installed")
@@ -77,10 +78,13 @@ def test_trials_in_other_processes_are_those_runs(
     facts = json.loads((folders[2] / "run.json").read_text())
     assert facts["metrics"]["eval_loss"] == result.trials[2]["value"]
 
+    with pytest.raises(ConfigurationError, match=r"needs predictions.*Return both: \(loss, outputs\)"):
+        scaled(metrics=["accuracy"]).search(GOOD, n=1, backend="ray")
+
     scheduler = schedulers.FIFOScheduler()
     scheduler.on_trial_result = lambda *given: scheduler.STOP
     stopping = tune.TuneConfig(scheduler=scheduler)
-    with pytest.raises(ConfigurationError, match="None of the 1 trials completed"):
+    with pytest.raises(ConfigurationError, match="None of the 1 trials completed with a value"):
         model_trainer.search({"learning_rate": (0.01, 0.1, "log")}, n=1, backend="ray", study=stopping)
 
 

@@ -278,6 +278,11 @@ def _tensors(name: str, output: EvaluationOutput) -> tuple[Tensor, Tensor]:
     predictions, labels = output.predictions, output.labels
     if isinstance(predictions, (list, tuple)) and predictions and isinstance(predictions[0], Tensor):
         predictions = predictions[0]  # the logits come first
+    if predictions is None:
+        raise ConfigurationError(
+            f"The metric {name!r} needs predictions, and compute_loss returned a loss without the model's outputs. "
+            "Return both: (loss, outputs)."
+        )
     if not isinstance(predictions, Tensor) or not isinstance(labels, Tensor):
         raise ConfigurationError(
             f"The metric {name!r} needs tensors (got predictions of type {type(predictions).__name__} and labels of "

@@ -1,6 +1,7 @@
 """Search with Ray Tune: trials that train at the same time, each in a process of a Ray cluster."""
 
 import dataclasses
+import math
 import pickle
 import tempfile
 from collections.abc import Generator, Mapping
@@ -10,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError
 from trainer_lib.foundation.imports import require
 from trainer_lib.trainer.tools.search.search_result import SearchResult, best_of
 from trainer_lib.trainer.tools.search.search_space import Choices, Range, Space, check_names, read_space
@@ -19,6 +20,7 @@ from trainer_lib.trainer.tools.search.trial import FOLDER, TOOL, Reporting, Tria
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _COMPLETE = "is_complete"
+_WRONG = "wrong_setup"
 _STEP = "step"
 
 
@@ -51,12 +53,16 @@ def search_with_ray(
             run_config=tune.RunConfig(
                 name="ray",
                 storage_path=str((root / FOLDER).absolute()) if isinstance(root, Path) else temporary,
+                stop=_stopper(tune),
                 verbose=0,
             ),
         )
         results = tuner.fit()
+    for result in results:
+        if (wrong := (result.metrics or {}).get(_WRONG)) is not None:
+            raise ConfigurationError(wrong)
     records = [_record(number, result, metric) for number, result in enumerate(results)]
-    failures = [str(result.error).strip().splitlines()[-1] for result in results if result.error is not None]
+    failures = [str(getattr(result.error, "cause", result.error)) for result in results if result.error is not None]
     best = best_of(records, is_more, failures[-1] if failures else None)
     return SearchResult(
         metric=metric,
@@ -96,7 +102,10 @@ def _train(config: dict[str, Any], sent: bytes, metric: str, is_more: bool) -> d
     trainer = pickle.loads(sent)  # noqa: S301 - what the search sent
     number = int(tune.get_context().get_trial_id().rpartition("_")[2])
     trial = Trial(trainer, number, config, Reporting(metric, _Study(tune, metric)))
-    trial.train(is_more)
+    try:
+        trial.train(is_more)
+    except TrainerLibError as error:  # of all trials
+        return {metric: math.nan, _WRONG: str(error)}
     if trial.failure is not None:
         raise _FailedTrialError(trial.failure)
     return {metric: trial.value, _COMPLETE: True}
@@ -116,6 +125,22 @@ def _cluster(ray: Any) -> Generator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _stopper(tune: Any) -> Any:
+    """Return a stopper that ends the search if a trial reports a wrong setup, which all trials share."""
+
+    class StopsIfWrong(tune.Stopper):
+        is_wrong = False
+
+        def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
+            self.is_wrong = self.is_wrong or _WRONG in result
+            return _WRONG in result
+
+        def stop_all(self) -> bool:
+            return self.is_wrong
+
+    return StopsIfWrong()
 
 
 def _resources(trainer: TrainerInterface) -> dict[str, float]:
