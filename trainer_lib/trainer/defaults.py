@@ -26,6 +26,7 @@ from trainer_lib.trainer.evaluation.generation import generate_step
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
+from trainer_lib.trainer.optim.hidden_matrices import OPTIMIZERS, split_hidden_matrices
 from trainer_lib.trainer.optim.optimizers import build_optimizer
 from trainer_lib.trainer.optim.parameter_groups import group_parameters
 from trainer_lib.trainer.optim.schedules import build_schedule
@@ -101,6 +102,8 @@ def _optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -
     assert model is not None  # what is to be made has a model
     args = trainer.args
     groups = group_parameters(model, args.weight_decay, args.parameter_groups)
+    if args.optimizer.lower() in OPTIMIZERS and given is None:
+        groups = split_hidden_matrices(model, groups)
     if given is not None:
         made = given([parameter for group in groups for parameter in group["params"]])
         if not isinstance(made, Optimizer):

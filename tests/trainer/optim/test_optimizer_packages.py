@@ -14,7 +14,16 @@ from trainer_lib.trainer.optim.optimizers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the packages' own, as they are imported and on a CPU
 
-RESUMED = ["adamw_8bit", "paged_lion_8bit", "ademamix_8bit", "rmsprop_bnb_32bit", "schedule_free_adamw"]
+RESUMED = [
+    "adamw_8bit",
+    "paged_lion_8bit",
+    "ademamix_8bit",
+    "rmsprop_bnb_32bit",
+    "schedule_free_adamw",
+    "muon",
+    "galore_adamw",
+    "apollo_adamw",
+]
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -177,8 +177,9 @@ class TrainingArguments(ArgumentsBase):
     optimizer: str = setting(
         OPTIMIZER,
         "adamw",
-        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, one of bitsandbytes, torchao '
-        'or schedulefree by name ("adamw_8bit", "schedule_free_adamw"), or a dotted path.',
+        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw" '
+        'or "apollo_adamw", one of bitsandbytes, torchao or schedulefree ("adamw_8bit", "schedule_free_adamw"), or a '
+        "dotted path.",
         check=checks.optimizer_name,
         on_resume=OnResume.REFUSED,
     )

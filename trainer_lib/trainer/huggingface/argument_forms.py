@@ -166,7 +166,8 @@ _OPTIMIZERS = {
     "sgd": "sgd",
     "adagrad": "adagrad",
     "rmsprop": "rmsprop",
-    **{name: name for name in PATHS if not name.startswith("schedule_free")},  # which need a constant schedule
+    # Schedule-free ones need a constant schedule, and low-rank ones train other matrices there.
+    **{name: name for name in PATHS if not name.startswith(("schedule_free", "galore", "apollo", "muon"))},
 }
 
 

@@ -1,4 +1,4 @@
-"""Short names of optimizers that other packages have."""
+"""Short names of optimizers that other packages have, or this one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,13 @@ PATHS = {
     "adamw_fp8": "torchao.optim.AdamWFp8",
     "adamw_torch_4bit": "torchao.optim.AdamW4bit",
     "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "apollo_adamw": "trainer_lib.trainer.optim.low_rank_adamw.APOLLOAdamW",
     "ademamix": "bitsandbytes.optim.AdEMAMix",
     "ademamix_8bit": "bitsandbytes.optim.AdEMAMix8bit",
+    "galore_adamw": "trainer_lib.trainer.optim.low_rank_adamw.GaLoreAdamW",
     "lion_32bit": "bitsandbytes.optim.Lion",
     "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "muon": "trainer_lib.trainer.optim.muon_adamw.MuonAdamW",
     "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
     "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
     "paged_ademamix_32bit": "bitsandbytes.optim.PagedAdEMAMix",

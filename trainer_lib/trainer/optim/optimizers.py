@@ -78,7 +78,7 @@ def optimizer_names() -> list[str]:
         >>> "adamw" in optimizer_names(), "adamw_8bit" in optimizer_names(), "lbfgs" in optimizer_names()
         (True, True, False)
     """
-    return sorted(name for name in (*_known(), *PATHS) if name not in _REFUSED)
+    return sorted(name for name in {*_known(), *PATHS} if name not in _REFUSED)
 
 
 _REFUSED = {
