@@ -88,6 +88,17 @@ def qwen() -> nn.Module:
     return Qwen3ForCausalLM(config)
 
 
+def mixtral(**options: Any) -> nn.Module:
+    """Return a model of experts, whose loss has a part for balancing them."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    config = MixtralConfig(
+        num_key_value_heads=2, max_position_embeddings=32, router_aux_loss_coef=0.1, **{**experts, **options}, **_SMALL
+    )
+    return MixtralForCausalLM(config)
+
+
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 

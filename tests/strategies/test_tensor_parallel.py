@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.strategies.split import (
     data,
     gpt2,
     llama,
+    mixtral,
     model_of,
     parts_of,
     qwen,
@@ -88,6 +90,36 @@ def test_models_of_transformers(case: Split, sizes: dict[str, Any], steps: int) 
     assert_as_one_process(replace(case, sizes=sizes, steps=steps), 2 if len(sizes) == 1 else 4)
 
 
+@pytest.mark.parametrize("coefficient", [True, False], ids=["balanced", "plain"])
+def test_experts_are_spread(coefficient: bool) -> None:
+    assert_as_one_process(Split(kind=partial(mixtral, output_router_logits=coefficient), updates=3), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [REPLICAS, SHARDS], ids=["replicas", "shards"])
+def test_experts_are_spread_in_replicas_and_shards(sizes: dict[str, Any]) -> None:
+    # The part of the loss that balances experts is not a mean over sequences, so replicas compute another one.
+    assert_as_one_process(Split(kind=partial(mixtral, output_router_logits=False), sizes=sizes), 4)
+
+
+def test_a_rank_whose_experts_no_token_has_takes_part() -> None:
+    def gradients() -> Any:
+        accelerator = accelerator_for(Split(kind=mixtral))
+        model = accelerator.prepare(model_of(partial(mixtral, num_experts_per_tok=1)))
+        block: Any = accelerator.unwrap_model(model).get_submodule("model.layers.0.mlp")
+        with torch.no_grad():
+            block.gate.weight.fill_(-1.0)[0] = 1.0  # all tokens have expert 0
+        hidden = torch.rand(1, 6, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        block(hidden).sum().backward()
+        whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in block.parameters()]
+        return [hidden.grad, *whole], block.experts.num_experts
+
+    ((expected, count),) = run_world(gradients, (), 1)
+    for actual, left in run_world(gradients, (), 2):
+        torch.testing.assert_close(actual, expected)
+        assert count == left == 4, "the module is as it was before its forward"
+
+
 @pytest.mark.slow
 def test_half_precision_on_several_meshes_skips_and_scales_alike() -> None:
     """Weights of a replica are on a mesh of two dimensions, norms on one; the scaler takes them one after the other."""
@@ -118,6 +150,12 @@ def resolved(model: nn.Module, size: int = 2, **options: Any) -> dict[str, str]:
     return resolve(model, TorchTensorParallelConfig(**options), size)
 
 
+def test_experts_divide_by_the_ranks() -> None:
+    assert resolved(mixtral())["model.layers.0.mlp.experts"] == "experts"
+    with pytest.raises(ConfigurationError, match=r"tp_size=2 does not divide the 3 experts of model.layers.0.mlp.exp"):
+        resolved(mixtral(num_local_experts=3))
+
+
 def test_the_first_pattern_that_matches_counts() -> None:
     plan = {"blocks.1.up": "colwise_gather_output", "*.up": "colwise"}
     assert resolved(Plain(), plan=plan) == {"blocks.1.up": "colwise_gather_output", "blocks.0.up": "colwise"}
@@ -131,6 +169,7 @@ def test_the_first_pattern_that_matches_counts() -> None:
         ({"*.norm": "colwise"}, 2, "gives blocks.0.norm the style 'colwise', and a LayerNorm has no matrix to split"),
         ({"head": "embedding_rowwise"}, 2, "head the style 'embedding_rowwise', and it is a Linear. Use 'rowwise'"),
         (PLAIN, 5, "tp_size=5 does not divide the 24 outputs of blocks.0.up .nor 3 other.* that fits this model is 4;"),
+        ({"*.up": "experts"}, 2, "blocks.0.up the style 'experts', and a Linear has no experts to spread"),
         (None, 2, r"Plain has no plan of tensor parallelism. Give one: .* Modules with a matrix: embed, blocks.\*.up"),
     ],
 )

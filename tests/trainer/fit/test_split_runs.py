@@ -1,6 +1,6 @@
 """The Trainer with split matrices or stages of a pipeline: the run of one process, resumed on any mesh too."""
 
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.faults.trainings import Dies
-from tests.strategies.split import WITH_VOCABULARY, Plain, data, gpt2, model_of
+from tests.strategies.split import WITH_VOCABULARY, Plain, data, gpt2, mixtral, model_of
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, LabelSmoothing
@@ -167,6 +167,35 @@ def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path) -
     for actual in run_world(run, (last, 3 * len(meshes), None), MESHES[last][0], timeout=150):
         assert len(actual[0]) == 20, "the history of the run begins with the steps before the resume"
         assert_as_one_process(actual, _of_one_process(optimizer))
+
+
+@pytest.mark.slow
+def test_a_run_of_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
+    def run(mesh: str, begins_at: int, dies_at: int | None) -> Any:
+        kind = partial(mixtral, output_router_logits=False)
+        return _run(mesh, tmp_path, dies_at, kind=kind, resume="auto", save_every=3, begins_at=begins_at)
+
+    def whole() -> Any:
+        return _run("one", kind=partial(mixtral, output_router_logits=False))
+
+    (expected,) = run_world(whole, (), 1)
+    for begins_at, mesh in ((0, "tp2"), (3, "tp2_fsdp2"), (6, "tp2_dp2")):
+        assert set(run_world(run, (mesh, begins_at, begins_at + 4), MESHES[mesh][0])) == {None}
+    for actual in run_world(run, ("one", 9, None), 1):
+        assert_as_one_process(actual, expected)
+
+
+@pytest.mark.slow
+def test_a_loss_that_balances_experts_is_averaged_over_micro_batches() -> None:
+    def run(mesh: str, **options: Any) -> Any:
+        return _run(mesh, kind=mixtral, **options)
+
+    def one() -> Any:
+        return _run("one", kind=mixtral, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+
+    (expected,) = run_world(one, (), 1)
+    for actual in run_world(run, ("tp2_dp2",), 4):
+        torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=0)
 
 
 def _smoothed(parallelism: ParallelismConfig | None, folder: Path) -> list[float]:

@@ -10,9 +10,11 @@ from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.strategies.tensor_parallel import experts
 from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of
 
 _SHOWN = 12
+_EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")  # transformers' styles of a module with stacked experts
 # For models of transformers without a plan of their own. GPT-2 computes queries, keys and values in one matrix, whose
 # columns are not those of one head, so its attention gets the whole output.
 _PLANS: Mapping[str, Mapping[str, str]] = {
@@ -71,7 +73,17 @@ def _patterns(model: nn.Module, config: TorchTensorParallelConfig) -> Mapping[st
     if config.plan is not None:
         return config.plan
     known = _PLANS.get(str(getattr(getattr(model, "config", None), "model_type", "")), {})
-    return getattr(model, "tp_plan", None) or known
+    return _with_experts(getattr(model, "tp_plan", None) or {}) or known
+
+
+def _with_experts(plan: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a plan of transformers whose experts are spread as a whole, not each of them split."""
+    experts = [pattern for pattern, style in plan.items() if style in _EXPERTS]
+    return {
+        pattern: "experts" if pattern in experts else style
+        for pattern, style in plan.items()
+        if not any(pattern.startswith(f"{module}.") for module in experts)
+    }
 
 
 def _keep_logits_split(model: nn.Module, modules: Mapping[str, nn.Module], chosen: dict[str, str]) -> None:
@@ -90,7 +102,14 @@ def _keep_logits_split(model: nn.Module, modules: Mapping[str, nn.Module], chose
 
 def _check_kinds(chosen: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
     for name, style in chosen.items():
-        if STYLES[style].splits is not None and not is_matrix(modules[name]):
+        if style == "experts":
+            if experts.count_of(modules[name]) is None:
+                raise ConfigurationError(
+                    f"The plan gives {name} the style 'experts', and a {type(modules[name]).__name__} has no experts "
+                    "to spread: they are modules with num_experts, weights stacked by expert, and a forward of hidden "
+                    "states, indices and weights of experts."
+                )
+        elif STYLES[style].splits is not None and not is_matrix(modules[name]):
             raise ConfigurationError(
                 f"The plan gives {name} the style {style!r}, and a {type(modules[name]).__name__} has no matrix to "
                 "split. Name linear layers and embeddings; normalization layers can be 'sequence_parallel'."
@@ -107,7 +126,9 @@ def _check_sizes(model: nn.Module, chosen: Mapping[str, str], modules: Mapping[s
     sizes: dict[str, int] = {}
     for name, style_name in chosen.items():
         module, style = modules[name], style_of(style_name, modules[name])
-        if style.splits is not None and SPLIT in (style.takes, style.gives):
+        if style_name == "experts":
+            sizes[f"experts of {name}"] = experts.count_of(module) or 0
+        elif style.splits is not None and SPLIT in (style.takes, style.gives):
             inputs, outputs = features(module)
             side, count = ("inputs", inputs) if style.takes == SPLIT else ("outputs", outputs)
             sizes[f"{side} of {name}"] = count

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_tensors
+from trainer_lib.strategies.tensor_parallel import experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,7 @@ class Style(NamedTuple):
     """How a module is split.
 
     Args:
-        splits: "out" or "in", the dimension of the matrix; `None`: weights stay whole.
+        splits: "out" or "in", the dimension of the matrix, or "experts"; `None`: weights stay whole.
         takes: What each rank has of the input.
         uses: What the module computes with.
         gives: What each rank gets of the output; `None`: the module's inner modules decide.
@@ -46,6 +47,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_scatter_sequence": Style("in", SPLIT, SPLIT, SEQUENCE),
     "embedding_rowwise": Style("in", WHOLE, WHOLE, WHOLE),
     "embedding_colwise": Style("out", WHOLE, WHOLE, WHOLE),
+    "experts": Style("experts", WHOLE, WHOLE, WHOLE),
     "replicated_with_grad_allreduce": Style(None, HEADS, HEADS, HEADS),
     "sequence_parallel": Style(None, SEQUENCE, SEQUENCE, SEQUENCE),
     "sequence_parallel_gather": Style(None, SEQUENCE, SEQUENCE, WHOLE),
@@ -79,6 +81,8 @@ def placements(module: nn.Module, style: Style) -> "dict[str, Placement]":
     names = [name for name, _ in module.named_parameters(recurse=False)] if style.gives is not None else []
     if style.splits is None:
         return dict.fromkeys(names, Replicate())
+    if style.splits == "experts":
+        return dict.fromkeys(names, Shard(0))
     transposed = isinstance(module, nn.Embedding) or _is_conv1d(module)  # a linear layer has (outputs, inputs)
     of_weight = Shard(int((style.splits == "in") != transposed))
     of_bias = Replicate() if style.splits == "in" else Shard(0)
@@ -87,6 +91,9 @@ def placements(module: nn.Module, style: Style) -> "dict[str, Placement]":
 
 def install(module: nn.Module, style: Style, mesh: "DeviceMesh") -> None:
     """Convert what goes into a module and what comes out of it, in hooks around its forward."""
+    if style.splits == "experts":
+        experts.install(module, mesh)
+        return
     module.register_forward_pre_hook(_convert_input(style, mesh), with_kwargs=True)
     if style.gives is not None:
         module.register_forward_hook(_convert_output(style.gives, mesh))
