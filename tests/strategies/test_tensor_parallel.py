@@ -71,7 +71,6 @@ def test_replicas_and_shards_of_a_split_module(sizes: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
-@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, REPLICAS, SHARDS], ids=["alone", "replicas", "shards"])
 @pytest.mark.parametrize(
     "case",
@@ -86,8 +85,15 @@ def test_replicas_and_shards_of_a_split_module(sizes: dict[str, Any]) -> None:
     ],
     ids=["llama", "llama_sequences", "llama_loss_parallel", "qwen", "bert", "gpt2", "plain"],
 )
-def test_models_of_transformers(case: Split, sizes: dict[str, Any], steps: int) -> None:
-    assert_as_one_process(replace(case, sizes=sizes, steps=steps), 2 if len(sizes) == 1 else 4)
+def test_models_of_transformers(case: Split, sizes: dict[str, Any]) -> None:
+    assert_as_one_process(replace(case, sizes=sizes), 2 if len(sizes) == 1 else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, REPLICAS, SHARDS], ids=["alone", "replicas", "shards"])
+def test_an_update_after_each_batch(sizes: dict[str, Any]) -> None:
+    assert_as_one_process(Split(kind=gpt2, sizes=sizes, steps=1), 2 if len(sizes) == 1 else 4)
 
 
 @pytest.mark.parametrize("coefficient", [True, False], ids=["balanced", "plain"])
