@@ -123,7 +123,7 @@ def test_a_rank_whose_experts_no_token_has_takes_part() -> None:
     ((expected, count),) = run_world(gradients, (), 1)
     for actual, left in run_world(gradients, (), 2):
         torch.testing.assert_close(actual, expected)
-        assert count == left == 4, "the module is as it was before its forward"
+        assert count == left == 4, "a forward leaves the module unchanged"
 
 
 @pytest.mark.slow

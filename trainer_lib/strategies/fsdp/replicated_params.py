@@ -30,7 +30,7 @@ class ReplicatedParameters:
         self._group = group
         self._is_due = False
         # torch keeps a parameter's hooks where the garbage collector does not look, so that a hook that refers to the
-        # parameter would keep it, and its model, in memory for ever.
+        # parameter would keep it in memory until the process ends.
         queue = WeakMethod(self._queue_average)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, queue)) for p in self._parameters]
 
