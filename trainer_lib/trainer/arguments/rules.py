@@ -258,6 +258,25 @@ def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
 
 
 @_rule
+def _chunked_loss(
+    chunked_cross_entropy: bool, use_liger_kernel: bool, mixed_precision: str | None, compile: Any, parallelism: Any
+) -> None:
+    if not chunked_cross_entropy:
+        return
+    sizes = {name: getattr(parallelism, "sizes", {}).get(name, 1) for name in ("tp", "pp")}
+    for setting, reason in (
+        (use_liger_kernel and "use_liger_kernel=True", "has a loss of that kind itself"),
+        (compile and "compile", "would make one graph of all parts"),
+        (mixed_precision == "fp16" and "mixed_precision='fp16'", "scales the loss after its gradients are computed"),
+        *((size > 1 and f"{name}_size={size}", "splits the output layer") for name, size in sizes.items()),
+    ):
+        if setting:
+            raise ConfigurationError(
+                f"chunked_cross_entropy=True does not work with {setting}, which {reason}. Give one of them."
+            )
+
+
+@_rule
 def _device_map(device_map: Any, max_memory: Any, offload_folder: str | None, fsdp: Any, parallelism: Any) -> None:
     if device_map is not None:
         for name, value in (("fsdp", fsdp), ("parallelism", parallelism)):

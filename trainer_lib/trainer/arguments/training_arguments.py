@@ -244,6 +244,17 @@ class TrainingArguments(ArgumentsBase):
     gradient_checkpointing: bool = setting(
         DEVICES, False, "Recompute activations in the backward pass instead of storing them."
     )
+    chunked_cross_entropy: bool = setting(
+        DEVICES,
+        False,
+        "Compute the loss of a causal language model of transformers for 512 tokens at a time, so that its logits are "
+        "never whole in memory; the numbers stay the same.",
+    )
+    use_liger_kernel: bool = setting(
+        DEVICES,
+        False,
+        "Replace layers of a model of transformers by Liger's kernels, on GPUs (`pip install liger-kernel`).",
+    )
     device_map: str | Mapping[str, int | str] | None = setting(
         DEVICES,
         None,

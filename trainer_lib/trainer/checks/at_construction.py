@@ -42,6 +42,11 @@ def check(trainer: TrainerInterface, base: type) -> None:
     check_overrides(trainer, base, _VERBS, inspect.signature(base).parameters)
     if trainer.loss_fn is not None and not is_overridden(type(trainer), "compute_loss"):
         check_loss_function(trainer.loss_fn)
+        if trainer.args.chunked_cross_entropy:
+            raise ConfigurationError(
+                "chunked_cross_entropy=True has no effect with a loss_fn, which gets whole logits. Leave out loss_fn, "
+                "so that the model computes its loss, or set chunked_cross_entropy=False."
+            )
     check_collate(trainer.collate_fn)
     check_processing_class(trainer.processing_class)
     check_optimizer(trainer.optimizer)

@@ -27,7 +27,6 @@ NONE_HERE: dict[str, str] = {
     "fp16_full_eval": "evaluation has the precision of training; for weights in fp16 evaluate model.to(torch.float16)",
     "activation_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
     "gradient_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
-    "use_liger_kernel": "apply Liger's kernels to the model, before the Trainer",
     "liger_kernel_config": "apply Liger's kernels to the model, before the Trainer",
     "use_cache": "set model.config.use_cache",
     "neftune_noise_alpha": "give Trainer(…, callbacks=[NEFTune(alpha)])",

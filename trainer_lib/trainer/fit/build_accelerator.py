@@ -16,6 +16,8 @@ from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.dispatched_models import dispatch
+from trainer_lib.trainer.losses.chunked_loss import chunk_loss
+from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
 from trainer_lib.trainer.optim.parameter_groups import freeze
 
 
@@ -78,6 +80,10 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
     dispatch(model, args)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
+    if args.use_liger_kernel:
+        apply_liger_kernels(model, accelerator.device.type)
+    if args.chunked_cross_entropy:
+        chunk_loss(model, accelerator.mixed_precision)
     if args.sync_batchnorm and accelerator.num_processes > 1:
         if accelerator.device.type == "cpu":
             raise UnsupportedError(

@@ -39,7 +39,7 @@ def split_hidden_matrices(model: nn.Module, groups: Iterable[dict[str, Any]]) ->
 
 
 def marked_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return parameter groups that all say whether they hold hidden matrices; without a word, by the dimensions."""
+    """Return parameter groups that all say whether they hold hidden matrices; others go by the dimensions."""
     items: list[Any] = list(params)
     groups: list[dict[str, Any]] = items if items and isinstance(items[0], dict) else [{"params": items}]
     marked: list[dict[str, Any]] = []

@@ -17,7 +17,10 @@ _OF_ALL = {
     **dict.fromkeys(
         ("mixed_precision", "fp8", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "sets up the accelerator"
     ),
-    **dict.fromkeys(("gradient_checkpointing", "sync_batchnorm", "parameter_groups"), "changes the model permanently"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "chunked_cross_entropy", "use_liger_kernel", "sync_batchnorm", "parameter_groups"),
+        "changes the model permanently",
+    ),
     **dict.fromkeys(("seed", "data_seed"), "seeds the accelerator's loaders"),
     **dict.fromkeys(("output_dir", "run_name", "resume", "dry_run"), "is set by the search"),
     **dict.fromkeys(("metric_for_best", "greater_is_better"), "is the objective of the search"),
