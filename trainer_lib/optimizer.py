@@ -14,6 +14,7 @@ from trainer_lib.precision.scaler import ScaledAutocast
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.strategies.clip_grad_norm import multiply
+from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 
 _ZERO_GRAD = Optimizer.zero_grad
 
@@ -246,6 +247,17 @@ class AcceleratedOptimizer(Optimizer):
         if self.has_modes:
             getattr(self.optimizer, mode)()
             self._last_mode = mode
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """An optimizer whose gradients ZeRO holds until an update needs them."""
+
+    optimizer: ZeroOptimizer
+
+    def _apply_factor(self) -> None:
+        if self.holds_gradients:
+            self.optimizer.collect_gradients()
+        super()._apply_factor()
 
 
 def move_to_device(state: Any, device: Any) -> Any:

@@ -47,7 +47,7 @@ from trainer_lib.options.precision_options import GradScalerKwargs
         ({"log_with": "wandbb"}, ConfigurationError, "Unknown tracker 'wandbb'.*Did you mean 'wandb'"),
         ({"log_with": "tensorboard"}, ConfigurationError, "tensorboard writes files and needs a folder"),
         ({"fsdp_plugin": object()}, ConfigurationError, "fsdp_plugin must be a FullyShardedDataParallelPlugin"),
-        ({"deepspeed_plugin": object()}, UnsupportedError, "DeepSpeed"),
+        ({"deepspeed_plugin": object()}, ConfigurationError, "must be a DeepSpeedPlugin or a dict of them by name"),
         (
             {"kwargs_handlers": [object()]},
             ConfigurationError,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trainer_lib import Accelerator, DeepSpeedPlugin
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.accelerator import construction
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
 from trainer_lib.options.deepspeed.auto_values import training_values
 from trainer_lib.options.deepspeed.deepspeed_plugin import KEYS
 from trainer_lib.utils.deepspeed import HfDeepSpeedConfig
@@ -205,10 +206,11 @@ def test_precision_comes_from_the_accelerator_unless_the_file_sets_it() -> None:
         DeepSpeedPlugin(HANDBOOK).set_mixed_precision("bf16")
 
 
-def test_what_is_not_supported_is_refused() -> None:
+def test_what_is_not_supported_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="MS-AMP"):
         DeepSpeedPlugin(enable_msamp=True)
-    with pytest.raises(UnsupportedError, match="asks for DeepSpeed, which this version does not support"):
+    monkeypatch.setattr(construction, "is_deepspeed_available", lambda: False)
+    with pytest.raises(MissingPackageError, match=r"zero_stage=2\) needs DeepSpeed, which is not installed: `pip inst"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
 
 

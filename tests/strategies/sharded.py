@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin, ParallelismConfig
+from trainer_lib.utils import DeepSpeedPlugin
 
 SAMPLES = 24  # of the toy's: 3 batches of 8
 
@@ -88,6 +89,7 @@ class Case:
     """One way to train; `plugin` and what else only sharding knows do not count in one process."""
 
     plugin: dict[str, Any] = field(default_factory=dict[str, Any])
+    deepspeed: bool = False  # whether the plugin is DeepSpeed's
     replicas: int = 1
     parts: int | None = None
     kind: Callable[[], nn.Module] = Stack
@@ -112,7 +114,8 @@ def train(case: Case, shards: bool, epochs: int = 2) -> dict[str, Any]:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=case.steps, sync_each_batch=case.sync_each_batch
         ),
-        fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if shards else None,
+        deepspeed_plugin=DeepSpeedPlugin(**case.plugin) if shards and case.deepspeed else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if shards and not case.deepspeed else None,
         parallelism_config=ParallelismConfig(case.replicas, case.parts) if shards and case.parts else None,
     )
     inputs, targets, weights = (tensor[:SAMPLES] for tensor in toy.data())
@@ -150,7 +153,7 @@ def train(case: Case, shards: bool, epochs: int = 2) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "weights": accelerator.strategy.model_state(network),
-        "optimizer": accelerator.strategy.optimizer_state(optimizer, [network]),
+        "optimizer": accelerator.strategy.optimizer_state(optimizer.optimizer, [network]),
         "names": sorted(name for name, _ in bare.named_parameters()),
         "shift": bare.shift.clone(),
     }

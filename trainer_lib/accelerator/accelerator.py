@@ -31,6 +31,7 @@ from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.compile_options import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
@@ -61,7 +62,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         gradient_accumulation_steps: How many micro-batches `accumulate` adds up for one update.
         cpu: Stay on the CPU even if the machine has an accelerator device.
         dataloader_config: The options of data loading.
-        deepspeed_plugin: `None`: this version does not have DeepSpeed.
+        deepspeed_plugin: How DeepSpeed shards models, or several plugins by name; needs the extra `deepspeed`.
         fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
         torch_tp_plugin: `None`: this version does not have tensor parallelism.
         megatron_lm_plugin: `None`: this version does not have Megatron-LM.
@@ -75,7 +76,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         kwargs_handlers: Option objects for autocast, the loss scaler, fp8, the process group, DDP and the profiler.
         dynamo_backend: The `torch.compile` backend for prepared models; by default the launcher's setting.
         dynamo_plugin: All options of compilation, instead of `dynamo_backend`.
-        deepspeed_plugins: `None`, like `deepspeed_plugin`.
+        deepspeed_plugins: The same as `deepspeed_plugin`.
         parallelism_config: How many ranks replicate a model (DDP), share one copy (FSDP2), split each matrix (tensor
             parallelism), and hold some of its layers (pipeline parallelism).
         scheduler_steps_per_process: Step schedules once for each rank instead of once an update, as Accelerate does.
@@ -123,9 +124,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     ) -> None:
         construction.check_names(older_arguments, Accelerator.__init__)
         construction.refuse_unsupported(
-            deepspeed_plugin=deepspeed_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            deepspeed_plugins=deepspeed_plugins,
         )
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
@@ -149,6 +148,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             construction.precision_name(mixed_precision, older_arguments),
             cpu,
             dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
+            deepspeed_plugin=construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins),
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
@@ -180,6 +180,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.mixed_precision,
             handlers.strategy(),
             self.data_group,
+            self.state.deepspeed_plugins,
         )
         self.sequence_split = sequence_split(self.state.parallelism_config, self.device.type)
         self.profile_handler = handlers.get(ProfileKwargs) or ProfileKwargs()
@@ -189,7 +190,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
         self.window = GradientWindow(self.gradient_state, self.num_processes)
-        self.prepared = Prepared(self.strategy.unwrap)
+        self.prepared = Prepared(self.strategy)
         self.engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
         self.checkpoints = Checkpoints(self.engine, self.project_configuration)
         self._weighted = WeightedBackward(self.engine)
@@ -210,6 +211,11 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def scaler(self) -> Any:
         """The loss scaler of fp16, else `None`."""
         return self.precision.scaler
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The active plugin of DeepSpeed; `None` if models are trained without it."""
+        return self.state.deepspeed_plugin
 
     @property
     def sync_gradients(self) -> bool:

@@ -4,12 +4,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, unknown
+from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.options.enums import DynamoBackend, RNGType
 from trainer_lib.options.fp8_options import (
     AORecipeKwargs,
@@ -37,8 +39,6 @@ _HANDLERS = (
 )
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 _NOT_YET = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
     "megatron_lm_plugin": "Megatron-LM",
 }
 Handler = TypeVar("Handler", bound=KwargsHandler)
@@ -109,6 +109,22 @@ def refuse_unsupported(**arguments: Any) -> None:
             raise UnsupportedError(
                 f"Accelerator({name}=…) asks for {capability}, which this version does not support. Leave it out."
             )
+
+
+def deepspeed_plugins(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
+    """Return the DeepSpeed plugins, given under one of two names, or `None`."""
+    if plugin is not None and plugins is not None:
+        raise ConfigurationError("Accelerator got both deepspeed_plugin and deepspeed_plugins. Give one.")
+    given = plugins if plugin is None else plugin
+    if given is None:
+        return None
+    made = DeepSpeedPlugins(given)
+    if made.shards and not is_deepspeed_available():
+        raise MissingPackageError(
+            f"DeepSpeedPlugin(zero_stage={made.active.zero_stage}) needs DeepSpeed, which is not installed: "
+            "`pip install trainer_lib[deepspeed]`."
+        )
+    return made
 
 
 def check_names(arguments: dict[str, Any], constructor: Any) -> None:

@@ -18,12 +18,13 @@ from trainer_lib.modules.compilation import compile_model
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import keep_unpacked
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
-from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.precision import FullPrecision
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
+from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 
 _logger = get_logger(__name__)
 
@@ -150,8 +151,10 @@ class PrepareMethods(CollectiveMethods):
             return optimizer
         self.prepared.check_new([optimizer])
         place = self.device_placement if device_placement is None else device_placement
+        optimizer = self.strategy.wrap_optimizer(optimizer)
         self.strategy.rebind_parameters(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, place, precision=self.precision, window=self.window)
+        kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
+        prepared = kind(optimizer, place, precision=self.precision, window=self.window)
         self.prepared.optimizers.append(prepared)
         return prepared
 

@@ -1,6 +1,6 @@
 """The objects that an `Accelerator` has prepared, in the order of their preparation."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,17 +13,19 @@ from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.modules.names import class_name
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
+from trainer_lib.strategies import Strategy
 
 
 class Prepared:
     """Prepared models, optimizers, schedules and loaders, and the objects registered for checkpoints.
 
     Args:
-        unwrap: Returns the user's model inside a prepared one.
+        strategy: Distributes the models.
     """
 
-    def __init__(self, unwrap: Callable[[nn.Module], nn.Module]) -> None:
-        self._unwrap = unwrap
+    def __init__(self, strategy: Strategy) -> None:
+        self._unwrap = strategy.unwrap
+        self._current = strategy.current_parameters
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -78,6 +80,7 @@ class Prepared:
         if not self.models:
             return
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
+        known |= {id(held) for model in self.models for held in self._current(model.parameters())}
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             foreign = [parameter for parameter in parameters if id(parameter) not in known]
@@ -93,7 +96,9 @@ class Prepared:
         own = getattr(scheduler, "optimizer", None)
         # The list itself: an optimizer may be prepared after its schedule.
         return [
-            optimizer for optimizer in self.optimizers if own in (optimizer, optimizer.optimizer)
+            optimizer
+            for optimizer in self.optimizers
+            if own in (optimizer, optimizer.optimizer, getattr(optimizer.optimizer, "optimizer", None))
         ] or self.optimizers
 
     def finalize_gradients_of(self, parameters: Sequence[Tensor]) -> None:

@@ -8,8 +8,9 @@ from weakref import WeakSet
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.missing_features import DEEPSPEED, missing_function
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
+from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import check_precision
@@ -36,6 +37,7 @@ class AcceleratorState(ProcessControl):
             launcher's setting.
         cpu: Use the CPU even if there is an accelerator.
         dynamo_plugin: How models are compiled; by default the launcher's setting, or not at all.
+        deepspeed_plugin: How DeepSpeed shards models, or several plugins by name.
         fsdp_plugin: How models are sharded; by default the launcher's setting, or not at all.
         torch_tp_plugin: How many ranks split each matrix; `parallelism_config` says the same.
         parallelism_config: How many ranks replicate a model, share one copy, and split each matrix.
@@ -46,13 +48,11 @@ class AcceleratorState(ProcessControl):
     _shared_state: ClassVar[dict[str, Any]] = {}
     _living: ClassVar["WeakSet[AcceleratorState]"] = WeakSet()  # each Accelerator has one
 
-    # Engines that this version does not have; scripts read these attributes.
-    deepspeed_plugin: Any = None
+    # An engine that this version does not have; scripts read this attribute.
     megatron_lm_plugin: Any = None
-    get_deepspeed_plugin = staticmethod(missing_function("get_deepspeed_plugin", DEEPSPEED))
-    select_deepspeed_plugin = staticmethod(missing_function("select_deepspeed_plugin", DEEPSPEED))
 
     _arrangement: Arrangement
+    _deepspeed: DeepSpeedPlugins | None
     _asked: tuple[Any, ...]
     _dynamo_plugin: TorchDynamoPlugin
     _mixed_precision: str
@@ -77,14 +77,12 @@ class AcceleratorState(ProcessControl):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        refuse_engines(
-            deepspeed_plugin=deepspeed_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-        )
+        refuse_engines(megatron_lm_plugin=megatron_lm_plugin)
+        deepspeed = _deepspeed_plugins(deepspeed_plugin)
         dynamo_plugin = compilation_plugin(dynamo_backend, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
         precision = check_precision(mixed_precision or environment.mixed_precision_requested(), "precision")
-        asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config, torch_tp_plugin
+        asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config, torch_tp_plugin, deepspeed
         if _from_accelerator:
             if partial.has_left:  # by `end_training` of the Accelerator before
                 partial.join_again(cpu, **kwargs)
@@ -99,6 +97,8 @@ class AcceleratorState(ProcessControl):
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
+            _check_alone(deepspeed, arrangement, precision)
+            self._deepspeed = deepspeed
             self._environment = ExitStack()
             self._prepare_sharding(partial)
             config = arrangement.parallelism_config
@@ -119,6 +119,7 @@ class AcceleratorState(ProcessControl):
                 fsdp_plugin=fsdp_plugin,
                 parallelism_config=parallelism_config,
                 torch_tp_plugin=torch_tp_plugin,
+                deepspeed_plugins=deepspeed,
             )
         self._was_used |= _from_accelerator
         self._living.add(self)
@@ -137,6 +138,25 @@ class AcceleratorState(ProcessControl):
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How prepared models are compiled; not at all with backend "no"."""
         return self._dynamo_plugin
+
+    @property
+    def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
+        """The plugins of DeepSpeed; `None` if models are trained without it."""
+        return self._shared_state.get("_deepspeed")
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin of DeepSpeed that is active; `None` if models are trained without it."""
+        return None if self.deepspeed_plugins is None else self.deepspeed_plugins.active
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return one of several DeepSpeed plugins by its name."""
+        return _given(self.deepspeed_plugins).get(name)
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Make one of several DeepSpeed plugins active: models that are prepared from now on follow it."""
+        plugins = _given(self.deepspeed_plugins)
+        plugins.select(plugins.first if name is None else name)
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -167,6 +187,8 @@ class AcceleratorState(ProcessControl):
     @property
     def distributed_type(self) -> DistributedType:
         """How the ranks work together."""
+        if self.deepspeed_plugins is not None:
+            return DistributedType.DEEPSPEED
         return DistributedType.FSDP if self.is_fsdp2 else self._partial.distributed_type
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -223,6 +245,8 @@ class AcceleratorState(ProcessControl):
                 )
 
     def _prepare_sharding(self, partial: PartialState) -> None:
+        if self.deepspeed_plugins is not None:
+            partial.form_group()
         if self.fsdp_plugin is None:
             return
         partial.form_group()
@@ -230,6 +254,30 @@ class AcceleratorState(ProcessControl):
             # transformers reads these when it loads a model.
             variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
             self._environment.enter_context(environment.patch_environment(**variables))
+
+
+def _deepspeed_plugins(given: Any) -> DeepSpeedPlugins | None:
+    return given if given is None or isinstance(given, DeepSpeedPlugins) else DeepSpeedPlugins(given)
+
+
+def _given(plugins: DeepSpeedPlugins | None) -> DeepSpeedPlugins:
+    if plugins is None:
+        raise ConfigurationError("There is no DeepSpeed plugin. Give Accelerator(deepspeed_plugins={name: plugin}).")
+    return plugins
+
+
+def _check_alone(deepspeed: DeepSpeedPlugins | None, arrangement: Arrangement, precision: str) -> None:
+    """Raise for what does not work together with DeepSpeed."""
+    if deepspeed is None:
+        return
+    for name in ("fsdp_plugin", "parallelism_config"):
+        if getattr(arrangement, name) is not None:
+            raise ConfigurationError(f"deepspeed_plugin and {name} both say how models are sharded. Give one of them.")
+    if precision == "fp16" or deepspeed.active.get_value("fp16.enabled") is True:
+        raise UnsupportedError(
+            "This version trains with DeepSpeed in fp32 and bf16, not in fp16. Give mixed_precision='bf16', and write "
+            '"auto" for fp16.enabled in the DeepSpeed config.'
+        )
 
 
 def refuse_engines(**plugins: Any) -> None:

@@ -74,6 +74,10 @@ class Strategy(ABC):
             evaluation_mode: The model is only evaluated, so its gradients need not be reduced.
         """
 
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer to step instead of one that is prepared, before its `rebind_parameters`."""
+        return optimizer
+
     def rebind_parameters(self, optimizer: Optimizer) -> None:
         """Replace parameters of an optimizer that was created before `distribute` by those that train now.
 

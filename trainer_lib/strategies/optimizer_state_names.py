@@ -43,7 +43,7 @@ def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: M
     """
     names = _names_in_groups(optimizer, models)
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
-    saved = _matched(optimizer, names, state["param_groups"])
+    saved = match_groups(optimizer, names, state["param_groups"])
     groups = [
         {**{key: value for key, value in group.items() if key not in _KEPT}, **_kept(current)}
         for group, current in zip(saved, optimizer.state_dict()["param_groups"], strict=True)
@@ -91,8 +91,14 @@ def _names_in_groups(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[
     return names
 
 
-def _matched(optimizer: Optimizer, names: list[list[str]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved groups in the order of this optimizer's groups."""
+def match_groups(
+    optimizer: Optimizer, names: list[list[str]], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the saved groups in the order of this optimizer's groups.
+
+    Raises:
+        StateError: If a group has the parameters of no saved group.
+    """
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if len(saved) != len(names):
         raise StateError(

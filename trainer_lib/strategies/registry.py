@@ -9,6 +9,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -72,6 +73,7 @@ def choose_strategy(
     mixed_precision: str = "no",
     registered: KwargsHandler | None = None,
     data_group: ProcessGroup | None = None,
+    deepspeed: DeepSpeedPlugins | None = None,
 ) -> Strategy:
     """Return the strategy that the options ask for, else DDP if a launcher started ranks (even one), else none.
 
@@ -85,6 +87,11 @@ def choose_strategy(
                 f"{type(fsdp or ddp).__name__} another one. Give one of them."
             )
         return _registered[type(registered)](group, device, registered)
+    if deepspeed is not None and deepspeed.shards:
+        from trainer_lib.strategies.deepspeed.deepspeed import DeepSpeed
+
+        _warn_of_unused(ddp, "DeepSpeed reduces the gradients")
+        return DeepSpeed(group, device, deepspeed)
     replicas = group if data_group is None else data_group
     if parallelism is not None and parallelism.pp_enabled:
         from trainer_lib.strategies.pipeline_parallel.pipeline_parallel import PipelineParallel

@@ -36,7 +36,7 @@ class DeepSpeedPlugin:
 
     A field that is set adds its value to the file's, or replaces an `"auto"`; one that differs from the file's value
     is an error that names both. Afterwards fields have the file's values, and `deepspeed_config` is the whole.
-    This version reads, checks and fills these options; `Accelerator(deepspeed_plugin=…)` does not train with them yet.
+    Stage 0 trains with DDP. The accumulation window, clipping and precision stay the Accelerator's at every stage.
 
     Args:
         hf_ds_config: The path of DeepSpeed's JSON file, its values as a dict, or an `HfDeepSpeedConfig`.

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,6 +14,7 @@ from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.strategies.averages_in_flight import AveragesInFlight
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import clamp_gradients, clip_norm, total_grad_norm
 from trainer_lib.strategies.fsdp import sharded_state
@@ -57,7 +57,7 @@ class FSDP(Strategy):
         # Maps each parameter that sharding replaced to its shard, for optimizers that were created before.
         self._replacements: Any = WeakTensorKeyDictionary()
         self._step_hooks: list[Any] = []
-        self._in_flight: tuple[Tensor, dist.Work] | None = None
+        self._flight = AveragesInFlight(group, device)
 
     @property
     def writes_shards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -121,22 +121,11 @@ class FSDP(Strategy):
 
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
         """Start an all-reduce of `values` now, so that it overlaps with `backward`."""
-        if self._in_flight is not None:  # the caller did not collect the last averages
-            self._in_flight[1].wait()
-            self._in_flight = None
-        if values:
-            tensor = torch.stack([_on_device(value, self.device) for value in values])
-            work = dist.all_reduce(tensor, async_op=True)
-            assert work is not None
-            self._in_flight = tensor, work
+        self._flight.begin(values)
 
     def received_averages(self) -> Sequence[float | Tensor]:
         """Return the averages, once the all-reduce is complete."""
-        if self._in_flight is None:
-            return ()
-        (tensor, work), self._in_flight = self._in_flight, None
-        work.wait()
-        return list(tensor / self.group.size)
+        return self._flight.averages()
 
     def join(
         self, joinables: Sequence[Any], leftovers: Callable[[], Leftovers] | None
@@ -282,9 +271,3 @@ def _no_local_training(method: str) -> UnsupportedError:
         f"LocalSGD needs a whole model on each rank, and {method} shards it. Leave one of them out, or give LocalSGD "
         "enabled=False."
     )
-
-
-def _on_device(value: float | Tensor, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.to(device, torch.float32, non_blocking=True)
-    return torch.full((), value, dtype=torch.float32, device=device)

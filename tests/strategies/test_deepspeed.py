@@ -1,0 +1,228 @@
+"""ZeRO 0 to 3 with DeepSpeed on two CPU processes: the numbers are those of one process."""
+
+import functools
+import importlib
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import toy
+from tests.strategies.sharded import Case, Stack, Tied, train
+from trainer_lib import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
+from trainer_lib.foundation.imports import is_deepspeed_available
+from trainer_lib.launchers import run_forked
+from trainer_lib.strategies.deepspeed.engine_config import engine_config
+
+needs_deepspeed = pytest.mark.skipif(
+    not is_deepspeed_available(), reason="DeepSpeed is not installed (the extra deepspeed)"
+)
+PLUGIN = DeepSpeedPlugin(zero_stage=0)
+
+
+class Flat(Stack):
+    """A stack without a weight that has no dimensions, which DeepSpeed does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0]))
+
+
+class FlatTied(Tied):
+    """The same with tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0]))
+
+
+KINDS = {
+    "plain": Case(),
+    "accumulation": Case(steps=2),  # does not divide the 3 batches of a pass: the last window is short
+    "weighted": Case(weighted=True, clip=None),
+    "weighted accumulation": Case(weighted=True, steps=2),
+    "tied": Case(kind=FlatTied, steps=2),
+    "largest gradient": Case(norm_type=float("inf")),
+    "cut values": Case(clip=None, clip_value=0.05),
+    "evaluation before step": Case(interlude="evaluating"),
+    "reduced each time": Case(weighted=True, steps=2, sync_each_batch=True),
+    "optimizer afterwards": Case(order="afterwards"),
+    "optimizer before": Case(order="optimizer before", steps=2),
+}
+OFFLOADED = {"offload_optimizer_device": "cpu"}
+PLUGINS = {
+    "ZeRO-0": {"zero_stage": 0},
+    "ZeRO-1": {"zero_stage": 1},
+    "ZeRO-2": {"zero_stage": 2},
+    "ZeRO-3": {"zero_stage": 3},
+    "ZeRO-1, offload": {"zero_stage": 1, **OFFLOADED},
+    "ZeRO-2, offload": {"zero_stage": 2, **OFFLOADED},
+    "ZeRO-3, offload": {"zero_stage": 3, **OFFLOADED, "offload_param_device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def package() -> Any:
+    """Import DeepSpeed once, for all forked processes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # imports inductor
+        return importlib.import_module("deepspeed")
+
+
+def test_several_plugins_and_the_active_one() -> None:
+    plugins = {"student": DeepSpeedPlugin(zero_stage=0), "teacher": DeepSpeedPlugin(zero_stage=0)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    assert accelerator.deepspeed_plugin is plugins["student"]
+    accelerator.state.select_deepspeed_plugin("teacher")
+    assert accelerator.deepspeed_plugin is plugins["teacher"]
+    assert accelerator.state.get_deepspeed_plugin("student") is plugins["student"]
+    with pytest.raises(ConfigurationError, match=r"Unknown DeepSpeed plugin 'students'.*'student'"):
+        accelerator.state.select_deepspeed_plugin("students")
+    assert accelerator.distributed_type == "DEEPSPEED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"deepspeed_plugin": PLUGIN, "deepspeed_plugins": PLUGIN}, "both deepspeed_plugin and deepspeed_plugins"),
+        ({"deepspeed_plugin": {}}, "must be a DeepSpeedPlugin or a dict of them by name .got dict"),
+        ({"deepspeed_plugin": {"a": 1}}, r"deepspeed_plugins\['a'\] must be a DeepSpeedPlugin .got int"),
+        (
+            {"deepspeed_plugin": PLUGIN, "fsdp_plugin": FullyShardedDataParallelPlugin()},
+            "deepspeed_plugin and fsdp_plugin both say how models are sharded",
+        ),
+        ({"deepspeed_plugin": PLUGIN, "mixed_precision": "fp16"}, "in fp32 and bf16, not in fp16"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedError), match=message):
+        Accelerator(cpu=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            "zero_quantized_gradients.*not supp",
+        ),
+        (
+            {"curriculum_learning": {"enabled": True}},
+            "curriculum_learning, which this version does not support: .*sampler",
+        ),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, '"auto" where no value is known'),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
+                }
+            },
+            "NVMe, which this version does not support: .*'cpu'",
+        ),
+    ],
+)
+def test_what_the_window_cannot_carry_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedError), match=message):
+        engine_config(DeepSpeedPlugin(config), nn.Linear(2, 2))
+
+
+def test_the_engine_gets_what_is_sharded_and_nothing_that_is_ours() -> None:
+    model = nn.Linear(2, 2)
+    model.__dict__["config"] = SimpleNamespace(hidden_size=8)
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 100}
+    given = {
+        "train_batch_size": "auto",
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": zero,
+        "activation_checkpointing": {"partition_activations": True},
+    }
+    config = engine_config(DeepSpeedPlugin(given), model)
+    assert config["zero_optimization"] == {**zero, "reduce_bucket_size": 64}
+    assert config["activation_checkpointing"] == {"partition_activations": True}
+    assert (config["gradient_clipping"], config["managed_gradient_accumulation"]) == (0.0, False)
+    assert not {"train_batch_size", "optimizer", "bf16"} & set(config)
+
+
+@functools.cache
+def results() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what each case tells in one process, and with each plugin in two."""
+    (alone,) = run_forked(_all, (False,), 1, timeout=200)
+    return alone, run_forked(_all, (True,), 2, timeout=400)
+
+
+def _all(shards: bool) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, case in KINDS.items():
+        for plugin in PLUGINS if shards else [""]:
+            kind = Flat if case.kind is Stack else case.kind
+            chosen = replace(case, kind=kind, deepspeed=True, plugin=PLUGINS.get(plugin, {}))
+            told[f"{name} {plugin}"] = train(chosen, shards, epochs=2 if case.steps > 1 else 1)
+    return told
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_trains_as_one_process_does(kind: str, plugin: str) -> None:
+    alone, together = results()
+    expected, result = alone[f"{kind} "], together[0][f"{kind} {plugin}"]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=2e-6)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=2e-6)
+    assert result["names"] == expected["names"]
+    torch.testing.assert_close(result["shift"], expected["shift"], rtol=0, atol=0)
+    assert list(result["weights"]) == list(expected["weights"])
+    toy.assert_same(list(result["weights"].values()), list(expected["weights"].values()), rtol=1e-4)
+    assert result["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    for key, values in expected["optimizer"]["state"].items():
+        state = result["optimizer"]["state"][key]
+        toy.assert_same([state[part].float() for part in values], [v.float() for v in values.values()], rtol=1e-4)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_misuse_is_refused_in_words() -> None:
+    def body() -> list[str]:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+        model = nn.Linear(4, 2)
+        lone = accelerator.prepare(nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        prepared, stepped = accelerator.prepare(model, optimizer)
+        weightless = nn.Linear(2, 1)
+        weightless.scale = nn.Parameter(torch.tensor(1.0))
+        messages: list[str] = []
+        for call in (
+            lambda: lone(torch.ones(1, 4)),
+            lambda: accelerator.prepare(torch.optim.SGD([model.weight])),
+            lambda: accelerator.clip_grad_norm_([model.weight], 1.0),
+            lambda: accelerator.prepare(weightless),
+            lambda: stepped.step(lambda: None),
+            lambda: accelerator.join_uneven_inputs([prepared]).__enter__(),
+        ):
+            try:
+                call()
+            except (PreparationError, UnsupportedError) as error:
+                messages.append(str(error))
+        return messages
+
+    expected = (
+        "its optimizer was not: DeepSpeed needs both to train",
+        "second optimizer of one Linear",
+        "1 of the 2 trained parameters were left out",
+        "scale is a weight without dimensions",
+        "optimizer.step(closure) does not work with DeepSpeed",
+        "join_uneven_inputs does not work with DeepSpeed",
+    )
+    for messages in run_forked(body, num_processes=2, timeout=100):
+        assert [part for part, text in zip(expected, messages, strict=True) if part not in text] == []

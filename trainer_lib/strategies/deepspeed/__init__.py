@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: each rank holds a shard of optimizer states, gradients and weights."""

@@ -1,0 +1,52 @@
+"""A prepared model whose forwards go through DeepSpeed's engine."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.errors import PreparationError, UnsupportedError
+
+
+class EngineModel(nn.Module):
+    """A model, and DeepSpeed's engine around it once its optimizer is prepared too.
+
+    Args:
+        module: The user's model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.__dict__["engine"] = None  # the engine is a module with the same model inside
+
+    def attach(self, engine: Any) -> None:
+        """Run forwards that train through an engine from now on."""
+        self.__dict__["engine"] = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, through the engine if gradients are recorded."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        engine = self.__dict__["engine"]
+        if engine is None:
+            raise PreparationError(
+                f"This {type(self.module).__name__} was prepared, and its optimizer was not: DeepSpeed needs both to "
+                "train. Give prepare() the optimizer too, or call the model under torch.no_grad()."
+            )
+        outputs = engine(*args, **kwargs)
+        if not isinstance(outputs, (Tensor, tuple, list, dict)):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} returns a {type(outputs).__name__}, in which DeepSpeed finds no tensors "
+                "to begin a backward at. Return a tensor, a tuple, a list or a dict (such as transformers' "
+                "ModelOutput)."
+            )
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        """Return another attribute of the model, such as its `config`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
