@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.trainer.fit.meshes import OF_SEQUENCES
 from tests.worlds import run_world
 from trainer_lib import ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
@@ -222,11 +223,11 @@ def test_every_model_trains_on_parts_as_on_whole_sequences(parts: Any, config: d
 @pytest.mark.parametrize(
     ("parts", "config"),
     [
-        (llama, {"cp_size": 2, "dp_replicate_size": 2}),
-        (plain, {"cp_size": 2, "dp_shard_size": 2, "cp_handler": ring()}),
-        (llama, {"cp_size": 2, "dp_shard_size": 2}),
-        (llama, {"sp_size": 2, "dp_shard_size": 2}),
-        (plain, {"sp_size": 2, "dp_replicate_size": 2}),
+        (llama, OF_SEQUENCES["cp2_dp2"]),
+        (plain, {**OF_SEQUENCES["cp2_fsdp2"], "cp_handler": ring()}),
+        (llama, OF_SEQUENCES["cp2_fsdp2"]),
+        (llama, OF_SEQUENCES["sp2_fsdp2"]),
+        (plain, OF_SEQUENCES["sp2_dp2"]),
     ],
 )
 def test_parts_of_sequences_combine_with_ddp_and_fsdp(parts: Any, config: dict[str, Any]) -> None:

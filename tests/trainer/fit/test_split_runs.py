@@ -11,6 +11,7 @@ import torch
 
 from tests.faults.trainings import Dies
 from tests.strategies.split import WITH_VOCABULARY, Plain, data, gpt2, mixtral, model_of
+from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, with_table
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, LabelSmoothing
@@ -20,24 +21,6 @@ from trainer_lib.utils import TorchTensorParallelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
 
-MESHES: dict[str, tuple[int, dict[str, int]]] = {
-    "one": (1, {}),
-    "tp2": (2, {"tp_size": 2}),
-    "dp2": (2, {"dp_replicate_size": 2}),
-    "tp4": (4, {"tp_size": 4}),
-    "tp2_dp2": (4, {"dp_replicate_size": 2, "tp_size": 2}),
-    "tp2_fsdp2": (4, {"dp_shard_size": 2, "tp_size": 2}),
-    "pp2": (2, {"pp_size": 2}),
-    "pp2_dp2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
-    "pp2_fsdp2": (4, {"dp_shard_size": 2, "pp_size": 2}),
-    "pp2_tp2": (4, {"tp_size": 2, "pp_size": 2}),
-    "tp2_cp2": (4, {"tp_size": 2, "cp_size": 2}),
-    "tp2_sp2": (4, {"tp_size": 2, "sp_size": 2}),
-    "tp2_cp2_dp2": (8, {"dp_replicate_size": 2, "tp_size": 2, "cp_size": 2}),
-    "tp2_cp2_fsdp2": (8, {"dp_shard_size": 2, "tp_size": 2, "cp_size": 2}),
-    "tp2_sp2_fsdp2": (8, {"dp_shard_size": 2, "tp_size": 2, "sp_size": 2}),
-    "tp2_hsdp4": (8, {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}),
-}
 _SHARING = ("tp_size", "pp_size", "cp_size", "sp_size")  # ranks that differ in these read the same batches
 
 
@@ -179,9 +162,9 @@ def test_a_run_of_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
         return _run("one", kind=partial(mixtral, output_router_logits=False))
 
     (expected,) = run_world(whole, (), 1)
-    for begins_at, mesh in ((0, "tp2"), (3, "tp2_fsdp2"), (6, "tp2_dp2")):
-        assert set(run_world(run, (mesh, begins_at, begins_at + 4), MESHES[mesh][0])) == {None}
-    for actual in run_world(run, ("one", 9, None), 1):
+    for number, mesh in enumerate(OF_EXPERTS):
+        assert set(run_world(run, (mesh, 3 * number, 3 * number + 4), MESHES[mesh][0])) == {None}
+    for actual in run_world(run, ("one", 3 * len(OF_EXPERTS), None), 1):
         assert_as_one_process(actual, expected)
 
 
@@ -219,3 +202,8 @@ def test_a_callback_gets_each_micro_batch_of_a_pipeline(tmp_path: Path) -> None:
         assert actual == pytest.approx(expected, rel=1e-6)
     saved = [GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two")]
     torch.testing.assert_close(saved[1], saved[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_table_of_meshes_is_current() -> None:
+    text = PAGE.read_text()
+    assert text == with_table(text), "Write it by: python -m tests.trainer.fit.meshes"
