@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.checkpointing.load_torchao import load_quantized_by_torchao
 from trainer_lib.checkpointing.model_weights import load_by_map, load_checkpoint_in_model, refuse_distributed
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
@@ -33,7 +34,8 @@ from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_
 from trainer_lib.modules.init_on_device import init_on_device as init_on_device
 from trainer_lib.modules.ties import find_tied_parameters, retie_by_device
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
-from trainer_lib.quantization.methods import quantization_method
+from trainer_lib.options.torchao_options import TorchAoConfig
+from trainer_lib.quantization.methods import quantization_method, single_device
 from trainer_lib.tensor_files.offloaded_weights import (
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
@@ -198,7 +200,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
     *,
-    quantization: BnbQuantizationConfig | None = None,
+    quantization: BnbQuantizationConfig | TorchAoConfig | None = None,
 ) -> nn.Module:
     """Load weights into an empty model, each to its device, and dispatch it.
 
@@ -219,6 +221,7 @@ def load_checkpoint_and_dispatch(
         full_state_dict: See `load_checkpoint_in_model`.
         broadcast_from_rank0: See `load_checkpoint_in_model`.
         quantization: How to quantize linear layers while their weights are loaded; then `dtype` is in its options.
+            torchao's are on one device.
 
     Example:
         >>> Accelerator().save_model(nn.Linear(4, 2), "weights")
@@ -227,6 +230,8 @@ def load_checkpoint_and_dispatch(
         >>> model = load_checkpoint_and_dispatch(model, "weights", device_map="auto")
     """
     del offload_state_dict
+    if isinstance(quantization, TorchAoConfig):
+        return load_quantized_by_torchao(model, checkpoint, quantization, single_device(device_map), strict)
     method = quantization_method(quantization, dtype)
     method.replace_layers(model)
     device_map = method.device_map(model, device_map, max_memory, no_split_module_classes, offload_buffers)

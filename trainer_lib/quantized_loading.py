@@ -1,4 +1,4 @@
-"""Loads weights into a model, or takes a loaded one, and quantizes its linear layers with bitsandbytes."""
+"""Loads weights into a model, or takes a loaded one, and quantizes its linear layers by bitsandbytes or torchao."""
 
 import os
 from collections.abc import Mapping
@@ -13,13 +13,15 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.device_placement import Device, read_device
 from trainer_lib.modules.names import is_listed
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
+from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.bnb_layers import get_parameter_device, get_quantized_model_device_map
-from trainer_lib.quantization.methods import BitsAndBytes
+from trainer_lib.quantization.methods import BitsAndBytes, single_device
+from trainer_lib.quantization.torchao_layers import quantize_linear_layers
 
 
 def load_and_quantize_model(
     model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
+    bnb_quantization_config: BnbQuantizationConfig | TorchAoConfig,
     weights_location: str | AnyPath | None = None,
     device_map: str | Mapping[str, Device] | None = None,
     no_split_module_classes: Classes = None,
@@ -27,14 +29,14 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantize the linear layers of a model with bitsandbytes, in place, and return it on its devices.
+    """Quantize the linear layers of a model with bitsandbytes or torchao, in place, and return it on its devices.
 
     An empty model gets its weights from files, one after the other, so that they never take their whole memory. Files
     that `save_model` wrote of a quantized model are loaded as they are.
 
     Args:
         model: The model: empty (see `init_empty_weights`), or with its weights.
-        bnb_quantization_config: The number of bits, and what stays as it is.
+        bnb_quantization_config: The number of bits, and what stays as it is; or a `TorchAoConfig`.
         weights_location: The weights of an empty model; see `load_checkpoint_in_model`.
         device_map: The device of each module; "auto", "balanced", "balanced_low_0" or "sequential" to infer it; by
             default all is on one device. Modules on the "disk" are quantized too.
@@ -45,6 +47,10 @@ def load_and_quantize_model(
     """
     del offload_state_dict
     if get_parameter_device(model).type != "meta":
+        if isinstance(bnb_quantization_config, TorchAoConfig):
+            model.to(single_device(device_map), bnb_quantization_config.torch_dtype)
+            quantize_linear_layers(model, bnb_quantization_config)
+            return model
         return _quantize_loaded(model, bnb_quantization_config, device_map)
     if weights_location is None:
         raise ConfigurationError(

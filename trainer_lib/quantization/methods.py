@@ -10,7 +10,7 @@ from trainer_lib.device_map.by_name import infer_map
 from trainer_lib.device_map.units import Classes
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.modules.device_placement import Device
+from trainer_lib.modules.device_placement import Device, read_device
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 from trainer_lib.quantization.bnb_layers import (
     get_keys_to_not_convert,
@@ -83,6 +83,24 @@ class BitsAndBytes(Whole):
         return get_quantized_model_device_map(model, self._config, device_map, limits, no_split)
 
 
+def single_device(device_map: str | Mapping[str, Device] | None) -> torch.device:
+    """Return the device of a model that torchao quantizes.
+
+    Raises:
+        ConfigurationError: If a map has several devices, or the disk.
+    """
+    if isinstance(device_map, Mapping):
+        devices = {read_device(device) for device in device_map.values()}
+        device = devices.pop() if len(devices) == 1 else None
+        if not isinstance(device, torch.device):
+            raise ConfigurationError(
+                f"torchao quantizes a model on one device (got device_map={shown(dict(device_map))}). Give one device, "
+                "such as device_map={'': 'cpu'}, or a BnbQuantizationConfig, which works with several and the disk."
+            )
+        return device
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
 def quantization_method(quantization: Any, dtype: str | torch.dtype | None = None) -> Whole:
     """Return the way to load a model that a value of `quantization` asks for.
 
@@ -95,6 +113,6 @@ def quantization_method(quantization: Any, dtype: str | torch.dtype | None = Non
     if isinstance(quantization, BnbQuantizationConfig):
         return BitsAndBytes(quantization)
     raise ConfigurationError(
-        f"quantization must be a BnbQuantizationConfig (got {shown(quantization)}). Give, for example, "
-        "BnbQuantizationConfig(load_in_4bit=True)."
+        f"quantization must be a BnbQuantizationConfig or a TorchAoConfig (got {shown(quantization)}). Give, for "
+        "example, BnbQuantizationConfig(load_in_4bit=True)."
     )

@@ -62,6 +62,7 @@ from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig
 from trainer_lib.options.sequence_options import TorchContextParallelConfig as TorchContextParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from trainer_lib.options.torchao_options import TorchAoConfig as TorchAoConfig
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 
 MegatronLMPlugin = missing_class("MegatronLMPlugin", MEGATRON_LM)

@@ -50,9 +50,9 @@ class PeftCheckpoints:
         written: dict[str, Fingerprints] = {}
         for index, (model, state) in enumerate(zip(models, weights, strict=True)):
             base = self._base_weights(accelerator.strategy.bare(model))
-            base |= {
-                name: value for name, value in state.items() if weight_of(name) in base
-            }  # scales of quantized ones
+            parts = {name: value for name, value in state.items() if weight_of(name) in base}  # of quantized weights
+            only_in_parts = {weight_of(name) for name in parts} - state.keys()
+            base = {name: value for name, value in base.items() if name not in only_in_parts} | parts
             # The state has the values of offloaded weights, and the model has not.
             base = {name: state.get(name, value) if value.is_meta else value for name, value in base.items()}
             for name in base:
