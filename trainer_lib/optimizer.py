@@ -88,6 +88,11 @@ class AcceleratedOptimizer(Optimizer):
         return self.precision.was_skipped(self.optimizer)
 
     @property
+    def class_name(self) -> str:
+        """The name of the class of the user's optimizer."""
+        return type(self.optimizer).__name__
+
+    @property
     def holds_gradients(self) -> bool:
         """Whether a backward ran since the last update."""
         return self._backwards_at_step != self.window.backwards
@@ -253,6 +258,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """An optimizer whose gradients ZeRO holds until an update needs them."""
 
     optimizer: ZeroOptimizer
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class of the user's optimizer."""
+        return type(self.optimizer.optimizer).__name__
 
     def _apply_factor(self) -> None:
         if self.holds_gradients:

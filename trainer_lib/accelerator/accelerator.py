@@ -144,11 +144,15 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.log_with = checked_trackers(log_with, self.project_configuration)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
+        precision = construction.precision_name(mixed_precision, older_arguments)
+        deepspeed = construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins)
+        if deepspeed is not None:
+            precision = deepspeed.active.agreed_precision(precision)
         self.state = AcceleratorState(
-            construction.precision_name(mixed_precision, older_arguments),
+            precision,
             cpu,
             dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
-            deepspeed_plugin=construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins),
+            deepspeed_plugin=deepspeed,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,

@@ -86,7 +86,7 @@ class Prepared:
             foreign = [parameter for parameter in parameters if id(parameter) not in known]
             if foreign and (all_parameters or len(foreign) == len(parameters)):
                 raise PreparationError(
-                    f"{len(foreign)} of the {len(parameters)} parameters of this {type(optimizer.optimizer).__name__} "
+                    f"{len(foreign)} of the {len(parameters)} parameters of this {optimizer.class_name} "
                     f"are in no prepared model (the first has the shape {tuple(foreign[0].shape)}). Create the "
                     "optimizer from the parameters of the model that you prepare with it."
                 )

@@ -79,7 +79,7 @@ def _optimizers(engine: Engine, leads: bool) -> Iterator[Part]:
             stateful=state,
             writes=leads and has_whole,
             reads=has_whole,
-            class_name=type(optimizer.optimizer).__name__,
+            class_name=optimizer.class_name,
         )
 
 

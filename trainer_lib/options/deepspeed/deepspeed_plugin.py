@@ -159,6 +159,20 @@ class DeepSpeedPlugin:
         self._filled |= fill_auto_values(section, kwargs, prefix)
         self._read_back()
 
+    def agreed_precision(self, requested: str | None) -> str | None:
+        """Return the precision that was requested, or that of the file; one that differs from the file's is an error.
+
+        Raises:
+            ConfigurationError: If both name a precision, and they differ.
+        """
+        of_file = next((name for name in ("fp16", "bf16") if self.get_value(f"{name}.enabled") is True), None)
+        if requested == "no" and of_file is not None:
+            refuse_conflicts([f"{of_file}.enabled is True in the DeepSpeed config, and mixed_precision='no'"])
+        precision = of_file if requested is None else requested
+        if precision is not None or not self.is_auto("bf16.enabled"):
+            self.set_mixed_precision(precision or "no")
+        return precision
+
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the precision ("no", "fp16" or "bf16") unless the file sets one; another one there is an error."""
         check_choice("mixed_precision", mixed_precision, ("no", "fp16", "bf16"))

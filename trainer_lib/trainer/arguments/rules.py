@@ -196,11 +196,12 @@ def _device(use_cpu: bool, tf32: bool | None, pin_memory: bool | None) -> None:
 
 
 @_rule
-def _splitting(per_device_train_batch_size: int | str, fsdp: Any, sync_batchnorm: bool) -> None:
+def _splitting(per_device_train_batch_size: int | str, fsdp: Any, deepspeed: Any, sync_batchnorm: bool) -> None:
     if per_device_train_batch_size != checks.AUTO:
         return
     for setting, reason in (
         (fsdp and "fsdp", "all ranks of a sharded model compute together"),
+        (deepspeed and "deepspeed", "all ranks of a sharded model compute together"),
         (sync_batchnorm and "sync_batchnorm=True", "BatchNorm waits for the other ranks in each forward pass"),
     ):
         if setting:
@@ -218,6 +219,7 @@ def _local_training(
     per_device_train_batch_size: int | str,
     on_nonfinite: str,
     fsdp: Any,
+    deepspeed: Any,
 ) -> None:
     if local_sgd_steps is None and outer_learning_rate is not None:
         raise ConfigurationError(
@@ -235,6 +237,7 @@ def _local_training(
         (per_device_train_batch_size == checks.AUTO and 'per_device_train_batch_size="auto"', "splits batches"),
         (on_nonfinite == "rewind" and 'on_nonfinite="rewind"', "goes back"),
         (fsdp and "fsdp", "computes"),
+        (deepspeed and "deepspeed", "computes"),
     ):
         if setting:
             raise ConfigurationError(
@@ -255,6 +258,17 @@ def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
         raise ConfigurationError(
             "gradient_checkpointing=True and fsdp.activation_checkpointing=True set the same thing. Give one of them."
         )
+
+
+@_rule
+def _deepspeed(deepspeed: Any, fsdp: Any, ddp: Any, parallelism: Any) -> None:
+    if deepspeed is None:
+        return
+    for name, value in (("fsdp", fsdp), ("ddp", ddp), ("parallelism", parallelism)):
+        if value:
+            raise ConfigurationError(
+                f"deepspeed and {name} are both given, and each says how ranks share the model. Give one of them."
+            )
 
 
 @_rule

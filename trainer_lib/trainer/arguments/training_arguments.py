@@ -13,6 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.fp8_options import AORecipeKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -273,6 +274,13 @@ class TrainingArguments(ArgumentsBase):
     )
     fsdp: bool | FullyShardedDataParallelPlugin | None = setting(
         DEVICES, None, "Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.", check=checks.sharding
+    )
+    deepspeed: str | os.PathLike[str] | dict[str, Any] | DeepSpeedPlugin | None = setting(
+        DEVICES,
+        None,
+        "Shard the model with DeepSpeed's ZeRO: the path of its JSON file, the values as a dict, or a "
+        '`DeepSpeedPlugin`. Arguments fill the values that are "auto".',
+        check=checks.deepspeed,
     )
     parallelism: ParallelismConfig | None = setting(
         DEVICES, None, "A `ParallelismConfig`: how many ranks replicate the model and how many share one copy."

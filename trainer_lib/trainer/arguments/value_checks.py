@@ -24,6 +24,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import check_precision
 from trainer_lib.processes.exit_codes import REQUESTS
@@ -474,6 +475,19 @@ def sharding(name: str, value: Any) -> Any:
     if isinstance(value, (str, list)):  # Hugging Face's form
         raise ConfigurationError(explain({name: value})[0])
     return instance(FullyShardedDataParallelPlugin, or_flag=True)(name, value)
+
+
+def deepspeed(name: str, value: Any) -> Any:
+    """DeepSpeed's config: a path, a dict or a plugin."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(cast("os.PathLike[str]", value))
+    if isinstance(value, Mapping):
+        value = dict(cast(Mapping[str, Any], value))
+    if not isinstance(value, DeepSpeedPlugin):
+        if not isinstance(value, (str, dict)):
+            raise _refusal(name, value, "the path of a JSON file, a dict or a DeepSpeedPlugin")
+        DeepSpeedPlugin(value)  # raises for what is wrong in it
+    return value
 
 
 def compilation(name: str, value: Any) -> Any:

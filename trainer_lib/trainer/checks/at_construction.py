@@ -255,7 +255,9 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
     }
     asked = {"mixed_precision": args.mixed_precision}
     asked |= {name: getattr(args, name) or None for name in ("use_cpu", "seed_each_sample", "low_memory_shuffle")}
-    asked |= {name: getattr(args, name) or None for name in ("compile", "fsdp", "parallelism", "ddp", "fp8")}
+    asked |= {
+        name: getattr(args, name) or None for name in ("compile", "fsdp", "deepspeed", "parallelism", "ddp", "fp8")
+    }
     for name, value in asked.items():
         if value is not None and value != settings.get(name):
             raise ConfigurationError(

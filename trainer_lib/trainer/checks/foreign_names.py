@@ -76,7 +76,6 @@ NONE_HERE: dict[str, str] = {
     "ddp_backend": _LAUNCHER,
     "ddp_timeout": _LAUNCHER,
     "local_rank": "the launcher sets it",
-    "deepspeed": f"{_NOT_YET}; fsdp=FullyShardedDataParallelPlugin(…) shards weights, gradients and optimizer",
     "debug": f"{_NOT_YET}; detect_anomaly=True finds the operation whose gradient is NaN",
     "skip_memory_metrics": "PeakMemory measures the memory that a block of code needs",
     "do_train": _OF_SCRIPTS,

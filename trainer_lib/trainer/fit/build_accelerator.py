@@ -14,7 +14,9 @@ from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 from trainer_lib.trainer.fit.dispatched_models import dispatch
 from trainer_lib.trainer.losses.chunked_loss import chunk_loss
 from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
@@ -30,11 +32,16 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["dynamo_plugin" if is_plugin else "dynamo_backend"] = args.compile if is_plugin else backend
     if args.fsdp:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
+    precision = args.mixed_precision
+    if args.deepspeed is not None:
+        plugin = deepspeed_plugin(args, PartialState(args.use_cpu).num_processes)
+        options["deepspeed_plugin"] = plugin
+        precision = plugin.agreed_precision(precision)
     if args.parallelism is not None:
         options["parallelism_config"] = args.parallelism
     options["kwargs_handlers"] = [handler for handler in (args.ddp, args.fp8) if handler is not None]
     made = Accelerator(
-        mixed_precision=args.mixed_precision,
+        mixed_precision=precision,
         cpu=args.use_cpu,
         dataloader_config=DataLoaderConfiguration(
             data_seed=args.seed if args.data_seed is None else args.data_seed,
@@ -44,7 +51,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         ),
         **options,
     )
-    meant = args.mixed_precision or mixed_precision_requested()
+    meant = precision or mixed_precision_requested()
     if made.mixed_precision != meant:
         raise ConfigurationError(
             f"mixed_precision={args.mixed_precision!r} means {meant!r}, and this process trains with "

@@ -135,7 +135,7 @@ def _optimizers(context: FitContext) -> str:
             known = ((first, "first"), (peak, "at most"), (last, "last"))
             rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
         label = "" if name == "default" else f"{name}: "
-        parts.append(f"{label}{type(optimizer.optimizer).__name__}, {rate}")
+        parts.append(f"{label}{optimizer.class_name}, {rate}")
     return "; ".join(parts) + _clipping(context)
 
 

@@ -27,6 +27,9 @@ class GradientCheck:
             ConfigurationError: If no parameter has a gradient, or one has none where the ranks wait for all of them.
         """
         has_stepped = any(optimizer.has_stepped for optimizer in self._run.optimizers.values())
+        accelerator = self._run.accelerator
+        if not has_stepped and accelerator.strategy.withholds_gradients():
+            accelerator.unscale_gradients()  # which puts them where they are looked for
         has_gradients = any(parameter.grad is not None for parameter in self._run.trained_parameters)
         self.is_done = has_stepped or has_gradients
         if not has_stepped:
