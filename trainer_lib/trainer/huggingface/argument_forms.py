@@ -167,7 +167,9 @@ _OPTIMIZERS = {
     "adagrad": "adagrad",
     "rmsprop": "rmsprop",
     # Schedule-free ones need a constant schedule, and low-rank ones train other matrices there.
-    **{name: name for name in PATHS if not name.startswith(("schedule_free", "galore", "apollo", "muon"))},
+    **{
+        name: name for name in PATHS if not name.startswith(("schedule_free", "galore", "apollo", "muon", "adamw_bf16"))
+    },
 }
 
 

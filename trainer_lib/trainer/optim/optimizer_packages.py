@@ -10,6 +10,7 @@ from trainer_lib.trainer.arguments.import_path import load
 # The names of transformers, where it has one. The first part of a path is the package.
 PATHS = {
     "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw_bf16": "trainer_lib.trainer.optim.stochastic_adamw.StochasticAdamW",
     "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
     "adamw_fp8": "torchao.optim.AdamWFp8",
     "adamw_torch_4bit": "torchao.optim.AdamW4bit",
