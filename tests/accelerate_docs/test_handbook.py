@@ -352,7 +352,8 @@ def test_a_configuration_file_starts_fsdp(tmp_path: Path) -> None:
 
 
 def test_a_script_that_knows_deepspeed_takes_the_optimizer_of_torch() -> None:
-    accelerator, model = Accelerator(), toy.model()
+    accelerator: Any = Accelerator()
+    model = toy.model()
     has_none = accelerator.state.deepspeed_plugin is None
     optimizer_cls = (
         torch.optim.AdamW
