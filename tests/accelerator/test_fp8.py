@@ -151,7 +151,7 @@ def test_a_filter_chooses_layers_and_quantized_ones_are_left_out(caplog: pytest.
 
 
 @needs_torchao
-def test_a_configuration_of_torchao_is_used() -> None:
+def test_a_configuration_of_torchao_is_used(caplog: pytest.LogCaptureFixture) -> None:
     from torchao.float8 import Float8LinearConfig
 
     config = Float8LinearConfig(emulate=False, enable_fsdp_float8_all_gather=True, round_scales_to_power_of_2=True)
@@ -160,6 +160,7 @@ def test_a_configuration_of_torchao_is_used() -> None:
     layer: Any = model.get_submodule("1.0")
     assert layer.config.round_scales_to_power_of_2
     assert not layer.config.emulate
+    assert "enable_fsdp_float8_all_gather=True has no effect in this version" in caplog.text
     assert type(layer.weight) is nn.Parameter, "weights stay plain tensors"
     with pytest.raises(ConfigurationError, match=r"Put pad_inner_dim into the Float8LinearConfig\."):
         AORecipeKwargs(config=config, pad_inner_dim=True)

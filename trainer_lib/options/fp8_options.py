@@ -27,8 +27,8 @@ class AORecipeKwargs(KwargsHandler):
         module_filter_func: A function of a linear layer and its name that says whether to convert it; by default all
             but the first and the last one, and those whose sizes are no multiples of 16.
         pad_inner_dim: Whether to pad matrices to sizes that fp8 needs; by default the launcher's setting, or yes.
-        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in fp8. This version gathers them in bf16: the value
-            has no effect.
+        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in fp8. This version gathers them in bf16, and a
+            warning says so.
 
     Example:
         >>> AORecipeKwargs(module_filter_func=lambda module, name: "mlp" in name).pad_inner_dim
@@ -50,10 +50,10 @@ class AORecipeKwargs(KwargsHandler):
             raise ConfigurationError(
                 f"module_filter_func must be a function of a layer and its name (got {shown(self.module_filter_func)})."
             )
-        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+        for name, default in (("pad_inner_dim", True), ("enable_fsdp_float8_all_gather", False)):
             value = getattr(self, name)
             if value is None and self.config is None:
-                setattr(self, name, bool(_flag(name, default=True)))
+                setattr(self, name, _flag(name, default=default))
             elif value is not None:
                 check_flag(name, value)
                 if self.config is not None:

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.enums import FP8BackendType
 from trainer_lib.options.fp8_options import AORecipeKwargs
 from trainer_lib.options.precision_options import AutocastKwargs
 from trainer_lib.precision.autocast import Autocast
 from trainer_lib.precision.float8_layers import convert_model_to_fp8_ao
 from trainer_lib.processes.gpu_info import check_cuda_fp8_capability
+
+_logger = get_logger(__name__)
 
 
 class Float8(Autocast):
@@ -39,6 +42,11 @@ def _layer_config(recipe: AORecipeKwargs, device_type: str) -> Any:
             f"mixed_precision='fp8' needs a GPU of NVIDIA's that multiplies in fp8 (Ada, Hopper or later), and this "
             f"{device_type} device does not. Use mixed_precision='bf16', or emulate fp8, which is slow: "
             "AORecipeKwargs(config=Float8LinearConfig(emulate=True))."
+        )
+    if recipe.enable_fsdp_float8_all_gather or config.enable_fsdp_float8_all_gather:
+        _logger.warning_once(
+            "enable_fsdp_float8_all_gather=True has no effect in this version: FSDP gathers weights in bf16, and "
+            "products are in fp8 all the same."
         )
     # Weights stay plain tensors under their names, for optimizers and checkpoints.
     return dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
