@@ -15,6 +15,7 @@ from trainer_lib import (
     Accelerator,
     ConfigurationError,
     FullyShardedDataParallelPlugin,
+    ParallelismConfig,
     Trainer,
     TrainingArguments,
     UnsupportedError,
@@ -22,6 +23,7 @@ from trainer_lib import (
 from trainer_lib.foundation.errors import MissingPackageError
 from trainer_lib.options import fp8_options
 from trainer_lib.options.fp8_options import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.utils.ao import convert_model_to_fp8_ao, filter_linear_layers, has_ao_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, as it is imported
@@ -108,6 +110,23 @@ def test_a_trainer_takes_the_options(tmp_path: Path) -> None:
     assert converted(model) == ["4.0"]
     with pytest.raises(ConfigurationError, match=r"AORecipeKwargs has no effect with mixed_precision='bf16'\."):
         Trainer(network(), TrainingArguments(mixed_precision="bf16", fp8=recipe, use_cpu=True), train_dataset=[inputs])
+
+
+@pytest.mark.slow
+@needs_torchao
+def test_split_matrices_and_pipelines_refuse_fp8() -> None:
+    def body() -> list[str]:
+        messages: list[str] = []
+        for config in (ParallelismConfig(tp_size=2), ParallelismConfig(pp_size=2)):
+            with pytest.raises(UnsupportedError) as refused:
+                Accelerator(cpu=True, mixed_precision="fp8", parallelism_config=config)
+            messages.append(str(refused.value))
+            AcceleratorState._reset_state(reset_partial_state=False)
+        return messages
+
+    for split, pipeline in run_world(body):
+        assert split.startswith("mixed_precision='fp8' does not work with tp_size=2")
+        assert pipeline.startswith("mixed_precision='fp8' does not work with pp_size=2")
 
 
 def converted(model: nn.Module) -> list[str]:
