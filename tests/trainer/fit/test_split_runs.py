@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.faults.trainings import Dies
-from tests.strategies.split import WITH_VOCABULARY, Plain, data, gpt2, mixtral, model_of
+from tests.strategies.split import WITH_VOCABULARY, Plain, bert, data, gpt2, llama, mixtral, model_of
 from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, with_table
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
@@ -111,6 +111,17 @@ def test_twenty_steps_of_a_tied_model(mesh: str) -> None:
 
     (expected,) = run_world(run, ("one",), 1)
     for actual in run_world(run, (mesh,), MESHES[mesh][0], timeout=150):
+        assert_as_one_process(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mesh"), [(llama, "tp2_sp2"), (bert, "tp2_cp2")])
+def test_other_models_split_sequences_and_matrices(kind: Any, mesh: str) -> None:
+    def run(mesh: str) -> Any:
+        return _run(mesh, kind=kind, max_steps=6)
+
+    (expected,) = run_world(run, ("one",), 1)
+    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
         assert_as_one_process(actual, expected)
 
 
