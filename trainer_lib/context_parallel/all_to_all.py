@@ -27,9 +27,8 @@ def all_to_all_attention(
     size = dist.get_world_size(group)
     if query.shape[1] % size:
         raise ConfigurationError(
-            f"sp_size={size} cannot share out the {query.shape[1]} attention heads of a rank, which has the model's heads "
-            "divided by tp_size. Choose sizes whose product divides the model's heads, or use cp_size, which does not "
-            "split heads."
+            f"sp_size={size} cannot share out the {query.shape[1]} attention heads of a rank (the model's, divided by "
+            "tp_size). Choose sizes whose product divides the model's heads, or cp_size, which does not split heads."
         )
     key, value = _shareable(key, query, size), _shareable(value, query, size)
     query, key, value = (_Swap.apply(tensor, group, _HEADS, _POSITIONS) for tensor in (query, key, value))  # type: ignore[misc]
