@@ -77,16 +77,16 @@ def test_tqdm_is_a_function_after_its_module_was_imported_too() -> None:
 
 
 def test_a_missing_class_can_be_imported_derived_from_and_compared() -> None:
-    from trainer_lib.utils.deepspeed import DummyOptim
+    from trainer_lib.utils.deepspeed import DeepSpeedEngineWrapper
 
-    class Mine(DummyOptim):  # as scripts do at import time
+    class Mine(DeepSpeedEngineWrapper):  # as scripts do at import time
         pass
 
-    assert not isinstance(torch.optim.SGD([torch.zeros(1)]), (DummyOptim, Mine))
-    assert DummyOptim.__name__ == "DummyOptim"
-    assert "DeepSpeed" in (DummyOptim.__doc__ or "")
-    for kind in (DummyOptim, Mine):
-        with pytest.raises(UnsupportedError, match=r"DummyOptim needs DeepSpeed, which this version .*\. FSDP2 "):
+    assert not isinstance(torch.optim.SGD([torch.zeros(1)]), (DeepSpeedEngineWrapper, Mine))
+    assert DeepSpeedEngineWrapper.__name__ == "DeepSpeedEngineWrapper"
+    assert "DeepSpeed" in (DeepSpeedEngineWrapper.__doc__ or "")
+    for kind in (DeepSpeedEngineWrapper, Mine):
+        with pytest.raises(UnsupportedError, match=r"DeepSpeedEngineWrapper needs DeepSpeed's engine as an object"):
             kind([torch.zeros(1)], lr=0.1)
 
 

@@ -83,3 +83,7 @@ class AcceleratedScheduler:
     def _has_steps_left(self) -> bool:
         total = getattr(self.scheduler, "total_steps", None)
         return total is None or self.scheduler.last_epoch < total
+
+
+# Schedules with DeepSpeed are wrapped like all others.
+DeepSpeedSchedulerWrapper = AcceleratedScheduler

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.strategies import sharded
 from tests.strategies.sharded import Case, Stack, Tied, train
 from trainer_lib import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from trainer_lib.accelerator.deepspeed_config import apply_config
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.launchers import run_forked
 from trainer_lib.strategies.deepspeed.engine_config import engine_config
+from trainer_lib.utils.deepspeed import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
 
 needs_deepspeed = pytest.mark.skipif(
     not is_deepspeed_available(), reason="DeepSpeed is not installed (the extra deepspeed)"
@@ -150,6 +155,100 @@ def test_the_engine_gets_what_is_sharded_and_nothing_that_is_ours() -> None:
     assert config["activation_checkpointing"] == {"partition_activations": True}
     assert (config["gradient_clipping"], config["managed_gradient_accumulation"]) == (0.0, False)
     assert not {"train_batch_size", "optimizer", "bf16"} & set(config)
+
+
+OF_CONFIG: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_max_lr": "auto"},
+    },
+    "zero_optimization": {"stage": 0},
+}
+
+
+def test_dummies_become_the_optimizer_and_the_schedule_of_the_config() -> None:
+    plugin = DeepSpeedPlugin({key: value for key, value in OF_CONFIG.items() if key != "scheduler"})
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    dummy = DummyOptim(model.parameters(), lr=0.5, weight_decay=0.25)
+    schedule = DummyScheduler(dummy, lr_scheduler_callable=lambda made: LambdaLR(made, lambda step: 1 / (1 + step)))
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    model, optimizer, loader, schedule = accelerator.prepare(model, dummy, loader, schedule)
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.5, 0.25)
+    assert plugin.filled["train_batch_size"] == 8
+    assert plugin.filled["gradient_accumulation_steps"] == 2
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            schedule.step()
+    assert schedule.get_last_lr() == [0.25]
+    assert get_active_deepspeed_plugin(accelerator.state) is plugin
+
+
+def test_the_config_accumulates_where_the_script_says_nothing() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0, gradient_accumulation_steps=3))
+    assert accelerator.gradient_accumulation_steps == 3
+    accelerator.free_memory()
+    plugin = DeepSpeedPlugin(zero_stage=0, gradient_accumulation_steps=3)
+    with pytest.raises(ConfigurationError, match="gradient_accumulation_steps is 3 in the DeepSpeed config and 2"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+
+
+def test_dummies_without_their_section_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    dummy = DummyOptim(model.parameters())
+    with pytest.raises(ConfigurationError, match="this Accelerator has none"):
+        Accelerator(cpu=True).prepare(dummy)
+    for config, values, message in (
+        ({}, [dummy], "the section `optimizer` of the DeepSpeed config, which has none"),
+        ({"optimizer": {"type": "Lamb"}}, [dummy], "optimizer.type='Lamb' .* no counterpart here"),
+        (OF_CONFIG, [torch.optim.SGD(model.parameters())], "got an optimizer, and the DeepSpeed config has a section"),
+        (OF_CONFIG, [dummy, DummyScheduler(dummy)], 'total_num_steps is "auto" .* no value is known'),
+        ({"train_batch_size": 5}, [DataLoader(TensorDataset(torch.ones(2)), 2)], "train_batch_size is 5 .* and 2 in"),
+    ):
+        plugin = DeepSpeedPlugin({**config, "zero_optimization": {"stage": 0}})
+        with pytest.raises((ConfigurationError, UnsupportedError), match=message):
+            apply_config(plugin, values, 1, 1)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_a_script_whose_config_has_all() -> None:
+    def body(stage: int) -> tuple[list[float], list[float]]:
+        plugin = DeepSpeedPlugin({**OF_CONFIG, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5})
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        network = sharded.stack(Flat)
+        dummy = DummyOptim(network.parameters(), lr=0.1)
+        schedule = DummyScheduler(dummy, total_num_steps=6, warmup_num_steps=2)
+        model, optimizer, schedule = accelerator.prepare(network, dummy, schedule)
+        rates: list[float] = []
+        losses: list[float] = []
+        for _ in range(6):
+            loss = model(torch.ones(2, 8)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates.append(schedule.get_last_lr()[0])
+            losses.append(loss.item())
+        accelerator.free_memory()
+        return rates, losses
+
+    def all_stages() -> list[Any]:
+        return [body(stage) for stage in (1, 2, 3)]
+
+    first, *others = run_forked(all_stages, (), 2, timeout=100)[0]
+    assert first[0] == pytest.approx([0.0, 0.1, 0.1, 0.075, 0.05, 0.025], abs=1e-6)
+    assert first[1][-1] < first[1][0]
+    for other in others:
+        assert other[0] == first[0]
+        assert other[1] == pytest.approx(first[1], rel=2e-6)
 
 
 @functools.cache

@@ -142,12 +142,14 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             project_dir, project_config, older_arguments.get("logging_dir")
         )
         self.log_with = checked_trackers(log_with, self.project_configuration)
-        plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         precision = construction.precision_name(mixed_precision, older_arguments)
         deepspeed = construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins)
         if deepspeed is not None:
             precision = deepspeed.active.agreed_precision(precision)
+            if gradient_accumulation_plugin is None:
+                gradient_accumulation_steps = deepspeed.active.agreed_accumulation(gradient_accumulation_steps)
+        plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.state = AcceleratorState(
             precision,
             cpu,

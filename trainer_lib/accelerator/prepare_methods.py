@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
+from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
@@ -101,10 +102,13 @@ class PrepareMethods(CollectiveMethods):
                 f"device_placement must be a list with one value for each of the {len(args)} objects "
                 f"(got {device_placement!r})."
             )
+        args = tuple(
+            apply_config(self.state.deepspeed_plugin, args, self.window.state.num_steps, self.state.num_processes)
+        )
         self.prepared.check_new(args)
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
-        prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) else v for v in prepared]
+        prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) or is_schedule(v) else v for v in prepared]
         # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
         optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
         self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)

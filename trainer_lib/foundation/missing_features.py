@@ -66,6 +66,10 @@ DEEPSPEED = MissingFeature(
     "FSDP2 (FullyShardedDataParallelPlugin) shards weights, gradients and optimizer states as ZeRO-3 does, with the "
     "optimizers and schedules of torch.",
 )
+DEEPSPEED_ENGINE = MissingFeature(
+    "DeepSpeed's engine as an object",
+    "accelerator.backward, clip_grad_norm_ and the prepared optimizer do what its methods do.",
+)
 DEEPSPEED_SEQUENCES = MissingFeature(
     "DeepSpeed's loader of sequences",
     "Sequence parallelism runs without it: use maybe_context_parallel around forward and backward, or a Trainer.",

@@ -256,6 +256,15 @@ class AcceleratorState(ProcessControl):
             self._environment.enter_context(environment.patch_environment(**variables))
 
 
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """Return the active plugin of DeepSpeed.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    return _given(state.deepspeed_plugins).active
+
+
 def _deepspeed_plugins(given: Any) -> DeepSpeedPlugins | None:
     return given if given is None or isinstance(given, DeepSpeedPlugins) else DeepSpeedPlugins(given)
 

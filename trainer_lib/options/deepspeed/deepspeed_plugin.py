@@ -159,6 +159,24 @@ class DeepSpeedPlugin:
         self._filled |= fill_auto_values(section, kwargs, prefix)
         self._read_back()
 
+    def agreed_accumulation(self, requested: int | None) -> int | None:
+        """Return the number of micro-batches that was requested, or that of the file; both must be equal.
+
+        Raises:
+            ConfigurationError: If both name a number, and they differ.
+        """
+        of_file = self.gradient_accumulation_steps
+        if of_file in (None, AUTO):
+            return requested
+        if requested not in (None, of_file):
+            refuse_conflicts(
+                [
+                    f"gradient_accumulation_steps is {of_file!r} in the DeepSpeed config and {requested!r} in the "
+                    "arguments"
+                ]
+            )
+        return of_file
+
     def agreed_precision(self, requested: str | None) -> str | None:
         """Return the precision that was requested, or that of the file; one that differs from the file's is an error.
 
@@ -166,11 +184,16 @@ class DeepSpeedPlugin:
             ConfigurationError: If both name a precision, and they differ.
         """
         of_file = next((name for name in ("fp16", "bf16") if self.get_value(f"{name}.enabled") is True), None)
-        if requested == "no" and of_file is not None:
-            refuse_conflicts([f"{of_file}.enabled is True in the DeepSpeed config, and mixed_precision='no'"])
         precision = of_file if requested is None else requested
-        if precision is not None or not self.is_auto("bf16.enabled"):
-            self.set_mixed_precision(precision or "no")
+        if precision is not None:
+            check_choice("mixed_precision with DeepSpeed", precision, ("no", "fp16", "bf16"))
+        for name in ("fp16", "bf16"):
+            key, enabled, value = f"{name}.enabled", name == precision, self.get_value(f"{name}.enabled")
+            if value == AUTO:
+                self._filled[key] = enabled
+                self.hf_ds_config.set_value(key, enabled)
+            elif value is not None and bool(value) != enabled and precision is not None:
+                refuse_conflicts([f"{key} is {value!r} in the DeepSpeed config, and mixed_precision={precision!r}"])
         return precision
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
