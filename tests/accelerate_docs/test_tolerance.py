@@ -91,7 +91,7 @@ def test_accelerates_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ACCELERATE_LOG_LEVEL": "ERROR"}, logging.ERROR),
         ({"LOG_LEVEL": "debug"}, logging.DEBUG),
         ({"LOG_LEVEL": "debug", "ACCELERATE_LOG_LEVEL": "ERROR"}, logging.ERROR),
-        ({"LOG_LEVEL": "trace"}, logging.NOTSET),  # of another program
+        ({"LOG_LEVEL": "loud"}, logging.NOTSET),  # of another program
     ],
 )
 def test_the_log_level_comes_from_the_environment(
@@ -103,8 +103,8 @@ def test_the_log_level_comes_from_the_environment(
 
 
 def test_an_unknown_level_of_accelerates_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "trace")
-    with pytest.raises(ConfigurationError, match="Unknown log level 'trace'"):
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigurationError, match="Unknown log level 'loud'"):
         get_logger("tolerance")
 
 

@@ -27,7 +27,10 @@ from trainer_lib.utils.deepspeed import DummyOptim, DummyScheduler, get_active_d
 needs_deepspeed = pytest.mark.skipif(
     not is_deepspeed_available(), reason="DeepSpeed is not installed (the extra deepspeed)"
 )
-PLUGIN = DeepSpeedPlugin(zero_stage=0)
+
+
+def plugin() -> DeepSpeedPlugin:
+    return DeepSpeedPlugin(zero_stage=0)
 
 
 class Flat(Stack):
@@ -95,14 +98,14 @@ def test_several_plugins_and_the_active_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"deepspeed_plugin": PLUGIN, "deepspeed_plugins": PLUGIN}, "both deepspeed_plugin and deepspeed_plugins"),
+        ({"deepspeed_plugin": plugin(), "deepspeed_plugins": plugin()}, "both deepspeed_plugin and deepspeed_plugins"),
         ({"deepspeed_plugin": {}}, "must be a DeepSpeedPlugin or a dict of them by name .got dict"),
         ({"deepspeed_plugin": {"a": 1}}, r"deepspeed_plugins\['a'\] must be a DeepSpeedPlugin .got int"),
         (
-            {"deepspeed_plugin": PLUGIN, "fsdp_plugin": FullyShardedDataParallelPlugin()},
+            {"deepspeed_plugin": plugin(), "fsdp_plugin": FullyShardedDataParallelPlugin()},
             "deepspeed_plugin and fsdp_plugin both say how models are sharded",
         ),
-        ({"deepspeed_plugin": PLUGIN, "mixed_precision": "fp16"}, "in fp32 and bf16, not in fp16"),
+        ({"deepspeed_plugin": plugin(), "mixed_precision": "fp16"}, "in fp32 and bf16, not in fp16"),
     ],
 )
 def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -36,14 +37,17 @@ def scaled(output_dir: Path | None = None, metrics: Any = None, **args: Any) -> 
     return Scaled(network(0.2), settings, **data, metrics=metrics, factor=0.5)
 
 
-ray: Any = pytest.importorskip("ray", reason="Ray is not installed")
-tune: Any = pytest.importorskip("ray.tune", reason="Ray is not installed")
-schedulers: Any = tune.schedulers
+@pytest.fixture
+def tune() -> Any:
+    """Import Ray for a test, not when tests are collected: it takes two seconds."""
+    return pytest.importorskip("ray.tune", reason="Ray is not installed")
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cluster(tune: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start a cluster of two cores whose processes and files are gone afterwards."""
+    del tune
+    ray: Any = import_module("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     options = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
@@ -57,11 +61,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_trials_in_other_processes_are_those_runs(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ray import tune
-
+@pytest.mark.usefixtures("cluster")
+def test_trials_in_other_processes_are_those_runs(tune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model_trainer = scaled(Path("runs"))  # relative: Ray's processes have other working directories
     weights = [weight.clone() for weight in model_trainer.model.parameters()]  # type: ignore[union-attr]
@@ -81,7 +82,7 @@ def test_trials_in_other_processes_are_those_runs(
     with pytest.raises(ConfigurationError, match=r"needs predictions.*Return both: \(loss, outputs\)"):
         scaled(metrics=["accuracy"]).search(GOOD, n=1, backend="ray")
 
-    scheduler = schedulers.FIFOScheduler()
+    scheduler = tune.schedulers.FIFOScheduler()
     scheduler.on_trial_result = lambda *given: scheduler.STOP
     stopping = tune.TuneConfig(scheduler=scheduler)
     with pytest.raises(ConfigurationError, match="None of the 1 trials completed with a value"):
@@ -99,9 +100,9 @@ def test_what_ray_cannot_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         made.search(GOOD, backend="ray")
 
 
-def test_what_ray_tune_cannot_search_is_refused() -> None:
+def test_what_ray_tune_cannot_search_is_refused(tune: Any) -> None:
     made = trainer(arguments(num_train_epochs=1), eval_dataset=points(24))
-    changing = schedulers.PopulationBasedTraining(hyperparam_mutations={"learning_rate": [0.1]})
+    changing = tune.schedulers.PopulationBasedTraining(hyperparam_mutations={"learning_rate": [0.1]})
     studies: list[tuple[Any, str]] = [
         ("asha", r"takes a ray.tune.TuneConfig as study \(got str\)"),
         (tune.TuneConfig(mode="max"), "The TuneConfig's mode is 'max', but this search needs 'min' for eval_loss"),
