@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +21,7 @@ from trainer_lib.accelerator.deepspeed_config import apply_config
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.launchers import run_forked
+from trainer_lib.state import PartialState
 from trainer_lib.strategies.deepspeed.engine_config import engine_config
 from trainer_lib.utils.deepspeed import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
 
@@ -39,6 +40,17 @@ class Flat(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([1.0]))
+
+
+class Experts(nn.Module):
+    """Two experts, of which each rank uses another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.experts[PartialState().process_index](inputs)
 
 
 class FlatTied(Tied):
@@ -289,6 +301,27 @@ def test_zero_trains_as_one_process_does(kind: str, plugin: str) -> None:
     for key, values in expected["optimizer"]["state"].items():
         state = result["optimizer"]["state"][key]
         toy.assert_same([state[part].float() for part in values], [v.float() for v in values.values()], rtol=1e-4)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_weights_of_experts_are_gathered_together() -> None:
+    def body(name: str) -> Any:
+        plugin = DeepSpeedPlugin(zero_stage=3, transformer_moe_cls_names=name, zero3_init_flag=True)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        model = nn.Sequential(nn.Linear(4, 4), Experts())
+        try:
+            prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        except ConfigurationError as error:
+            return str(error)
+        accelerator.backward(prepared(torch.ones(1, 4)).sum())  # each rank uses another expert
+        return getattr(model[1], "_z3_leaf", False)
+
+    assert run_forked(body, ("Experts",), 2, timeout=100) == [True, True]
+    for message in run_forked(body, ("Expert",), 2, timeout=100):
+        assert "Unknown class in transformer_moe_cls_names 'Expert'" in message
+        assert "Did you mean 'Experts'?" in message
 
 
 @needs_deepspeed

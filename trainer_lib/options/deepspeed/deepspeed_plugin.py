@@ -261,7 +261,13 @@ class DeepSpeedPlugin:
                 raise ConfigurationError(f"{name}='nvme' needs a folder: set offload_{kind}_nvme_path.")
 
     def _fit_stage_3(self) -> None:
-        """Shard models while they are built with stage 3 only."""
+        """Note what has no effect; the flags of stage 3 are off in other stages."""
+        if self.zero_stage == 3 and self.zero3_init_flag is True:
+            self._notes.append(
+                "zero3_init_flag=True has no effect: ranks build whole models, and prepare() shards them"
+            )
+        if self.zero_stage == 3 and self.zero3_save_16bit_model is True:
+            self._notes.append("zero3_save_16bit_model=True has no effect: save_model() gathers weights in any case")
         if self.zero3_init_flag is None:
             self.zero3_init_flag = self.zero_stage == 3
         if self.zero_stage == 3:

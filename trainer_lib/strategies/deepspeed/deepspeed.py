@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.errors import PreparationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, unknown
+from trainer_lib.logging import get_logger
 from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.averages_in_flight import AveragesInFlight
@@ -24,6 +26,8 @@ from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 from trainer_lib.strategies.deepspeed.zero_shards import ZeroShards
 from trainer_lib.strategies.single_device import NO_CONTEXT
 from trainer_lib.strategies.validate import check_has_whole_weights
+
+_logger = get_logger(__name__)
 
 
 class DeepSpeed(Strategy):
@@ -41,6 +45,8 @@ class DeepSpeed(Strategy):
     def __init__(self, group: ProcessGroup, device: torch.device, plugins: DeepSpeedPlugins) -> None:
         super().__init__(group, device)
         self._package = started(device)
+        for note in plugins.active.notes:
+            _logger.warning_once("DeepSpeedPlugin: %s.", note)
         self._plugins = plugins
         self._models: list[EngineModel] = []
         self._optimizers: list[ZeroOptimizer] = []
@@ -227,6 +233,8 @@ class DeepSpeed(Strategy):
 
     def _engine(self, model: EngineModel, optimizer: ZeroOptimizer) -> Any:
         config = engine_config(self._plugins.active, model.module)
+        if self._plugins.active.zero_stage == 3:
+            _mark_gathered_together(model.module, self._plugins.active.transformer_moe_cls_names or ())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what DeepSpeed imports and calls
             engine, *_ = self._package.initialize(
@@ -245,6 +253,20 @@ class DeepSpeed(Strategy):
         limit = self._plugins.active.gradient_clipping
         if isinstance(limit, (int, float)) and limit > 0:
             self.clip_grad_norm(shards.tensors, limit, 2.0)
+
+
+def _mark_gathered_together(model: nn.Module, classes: Sequence[str]) -> None:
+    """Have ZeRO-3 gather all weights of modules of these classes at once: ranks may use other experts in them.
+
+    Raises:
+        ConfigurationError: If the model has no module of one of them.
+    """
+    known = {type(module).__name__ for module in model.modules()}
+    for name in classes:
+        if name not in known:
+            raise ConfigurationError(unknown("class in transformer_moe_cls_names", name, known))
+    if classes:
+        import_module("deepspeed.utils").set_z3_leaf_modules(model, list(classes))
 
 
 def _check_dimensions(model: nn.Module) -> None:
