@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from trainer_lib.context_parallel.context_parallel import SequenceSplit
+from trainer_lib.context_parallel.sequence_split import SequenceSplit
 
 
 class SequenceMethods:

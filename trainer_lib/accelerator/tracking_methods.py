@@ -1,14 +1,16 @@
 """The `Accelerator`'s methods for trackers: `init_trackers`, `log`, `get_tracker`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.tracking.base import GeneralTracker
 from trainer_lib.tracking.registry import installed_trackers, names_of, tracker_class
-from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup
+
+if TYPE_CHECKING:
+    from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup
 
 
 class TrackingMethods(CollectiveMethods):
@@ -16,7 +18,7 @@ class TrackingMethods(CollectiveMethods):
 
     project_configuration: ProjectConfiguration
     log_with: list[str | GeneralTracker]
-    _trackers: TrackerGroup | None = None
+    _trackers: "TrackerGroup | None" = None
 
     @property
     def trackers(self) -> list[Any]:
@@ -29,7 +31,7 @@ class TrackingMethods(CollectiveMethods):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         *,
-        isolation: Isolation | Mapping[str, Isolation] = "auto",
+        isolation: "Isolation | Mapping[str, Isolation]" = "auto",
     ) -> None:
         """Start the trackers of `log_with`, without waiting for them.
 
@@ -49,6 +51,8 @@ class TrackingMethods(CollectiveMethods):
             >>> accelerator.log({"loss": 0.5}, step=1)
             >>> accelerator.end_training()
         """
+        from trainer_lib.tracking.tracker_group import TrackerGroup
+
         if not isinstance(project_name, str) or not project_name:
             raise ConfigurationError(f"project_name must be a non-empty string (got {project_name!r}).")
         if config is not None and not isinstance(config, Mapping):

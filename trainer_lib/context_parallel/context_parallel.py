@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,49 +16,6 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
-
-
-class SequenceSplit(Protocol):
-    """Whether ranks share sequences, and how."""
-
-    @property
-    def ranks(self) -> SequenceRanks | None:
-        """The ranks that share this rank's sequences; `None`: each rank has whole ones."""
-        ...
-
-    def attach(self, model: nn.Module) -> None:
-        """Have a model compute attention over the ranks."""
-        ...
-
-    @contextmanager
-    def buffers(
-        self,
-        buffers: Sequence[Tensor] | None,
-        dims: Sequence[int] | None,
-        left_cut: Collection[Tensor] | None,
-    ) -> Generator[None]:
-        """Return the context in which tensors hold this rank's part of themselves."""
-        ...
-
-
-class WholeSequences:
-    """Each rank has whole sequences."""
-
-    ranks: SequenceRanks | None = None
-
-    def attach(self, model: nn.Module) -> None:
-        """Leave the model unchanged."""
-
-    @contextmanager
-    def buffers(
-        self,
-        buffers: Sequence[Tensor] | None,
-        dims: Sequence[int] | None,
-        left_cut: Collection[Tensor] | None,
-    ) -> Generator[None]:
-        """Leave the tensors whole."""
-        checked_buffers(buffers, dims, left_cut)
-        yield
 
 
 class ContextParallel:

@@ -1,7 +1,6 @@
 """How the sequences of a `ParallelismConfig` are shared."""
 
-from trainer_lib.context_parallel.context_parallel import ContextParallel, SequenceSplit, WholeSequences
-from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
+from trainer_lib.context_parallel.sequence_split import SequenceSplit, WholeSequences
 from trainer_lib.logging import get_logger
 from trainer_lib.options.sequence_options import TorchContextParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -13,6 +12,9 @@ def sequence_split(config: ParallelismConfig | None, device_type: str) -> Sequen
     """Return how ranks share sequences: not at all without `cp_size` and `sp_size`. All ranks call it."""
     if config is None or not (config.cp_enabled or config.sp_enabled):
         return WholeSequences()
+    from trainer_lib.context_parallel.context_parallel import ContextParallel
+    from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
+
     mesh = config.get_device_mesh(device_type)
     assert mesh is not None  # since some size is above 1
     if config.sp_enabled:

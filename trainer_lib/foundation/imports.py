@@ -7,13 +7,14 @@ import operator
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
-
-from packaging.version import Version, parse
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError
 
-_COMPARISONS: dict[str, Callable[[Version, Version], bool]] = {
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+_COMPARISONS: dict[str, "Callable[[Version, Version], bool]"] = {
     "<": operator.lt,
     "<=": operator.le,
     "==": operator.eq,
@@ -63,13 +64,15 @@ def require(module: str, extra: str, distribution: str | None = None) -> ModuleT
         ) from error
 
 
-def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+def compare_versions(library_or_version: "str | Version", operation: str, requirement_version: str) -> bool:
     """Whether `library_or_version operation requirement_version` is true, for an installed library or a version.
 
     Example:
         >>> compare_versions("torch", ">=", "2.0")
         True
     """
+    from packaging.version import parse
+
     if operation not in _COMPARISONS:
         raise ConfigurationError(f"Unknown comparison {operation!r}. Known: {', '.join(_COMPARISONS)}.")
     if isinstance(library_or_version, str):

@@ -21,7 +21,6 @@ from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.checkpoints.find_resume_point import checkpoint_at
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, missing_member
 from trainer_lib.trainer.data import validation_split
@@ -31,7 +30,6 @@ from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
-from trainer_lib.trainer.fit import fit_run
 from trainer_lib.trainer.fit.build_accelerator import build_accelerator
 from trainer_lib.trainer.losses.batch_loss import BatchLoss
 from trainer_lib.trainer.losses.label_shift import LabelShift
@@ -158,6 +156,7 @@ class Trainer(ToolMethods, PublishMethods):
             model: A model of the same architecture.
             **options: Other arguments of the trainer: datasets, metrics, callbacks.
         """
+        from trainer_lib.trainer.checkpoints.find_resume_point import checkpoint_at
         from trainer_lib.trainer.checkpoints.peft import load_weights
 
         folder = checkpoint_at(checkpoint)
@@ -205,6 +204,8 @@ class Trainer(ToolMethods, PublishMethods):
                 `fit` returns the result instead.
             UnsavedError: If training ended and the last checkpoint could not be written.
         """
+        from trainer_lib.trainer.fit import fit_run
+
         check_request.answer(self)
         return fit_run.fit(self, resume)
 

@@ -1,5 +1,6 @@
 """Random numbers for data: derived seeds, and streams separate from the generators of training."""
 
+import functools
 import random
 from hashlib import blake2b
 from types import TracebackType
@@ -7,11 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 
 _SEED_BITS = 63  # so that a seed fits torch's signed integers
 
 State = dict[str, Any]
+
+GLOBAL_GENERATORS = ("torch", "python", "numpy")
+
+
+# numpy imports its generators when they are first used, so these are functions.
+def global_generator(name: str) -> Any:
+    """Return one of the `GLOBAL_GENERATORS`."""
+    return {"torch": torch.default_generator, "python": random, "numpy": np.random}[name]
+
+
+@functools.cache
+def generator_types() -> tuple[type, ...]:
+    """Return the types of generators that loaders and datasets may hold."""
+    return torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 
 
 def derived_seed(seed: int, *keys: object) -> int:
@@ -23,6 +37,14 @@ def derived_seed(seed: int, *keys: object) -> int:
 def positive_seed(seed: int) -> int:
     """Return `seed` as a positive number of 63 bits."""
     return seed & ((1 << _SEED_BITS) - 1)
+
+
+@functools.cache
+def _mtrand() -> Any:
+    """Return the module that holds numpy's global generator."""
+    from numpy.random import mtrand
+
+    return mtrand
 
 
 class RandomStream:
@@ -49,9 +71,9 @@ class RandomStream:
         self._outside: Any = None
 
     def __enter__(self) -> None:
-        self._outside = (random.getstate(), mtrand.get_bit_generator(), torch.default_generator.get_state())
+        self._outside = (random.getstate(), _mtrand().get_bit_generator(), torch.default_generator.get_state())
         random.setstate(self._python)
-        mtrand.set_bit_generator(self._numpy)
+        _mtrand().set_bit_generator(self._numpy)
         torch.default_generator.set_state(self._torch)
 
     def __exit__(
@@ -60,7 +82,7 @@ class RandomStream:
         self._python, self._torch = random.getstate(), torch.default_generator.get_state()
         python, numpy, in_torch = self._outside
         random.setstate(python)
-        mtrand.set_bit_generator(numpy)
+        _mtrand().set_bit_generator(numpy)
         torch.default_generator.set_state(in_torch)
 
     def state_dict(self) -> State:

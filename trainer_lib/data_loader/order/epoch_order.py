@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
+from trainer_lib.data_loader.order.data_rng import GLOBAL_GENERATORS, RandomStream, derived_seed
 from trainer_lib.data_loader.order.epoch_start import (
-    GLOBAL_GENERATORS,
     EpochStart,
     EpochStream,
     cloned,

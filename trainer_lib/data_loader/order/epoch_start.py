@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
-
-_GLOBAL: dict[str, Any] = {"torch": torch.default_generator, "python": random, "numpy": np.random}
-GLOBAL_GENERATORS = tuple(_GLOBAL)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from trainer_lib.data_loader.order.data_rng import (
+    GLOBAL_GENERATORS,
+    RandomStream,
+    derived_seed,
+    generator_types,
+    global_generator,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class EpochStart:
     def now(cls, generators: list[Any], shared: tuple[str, ...], **workers: bool) -> "EpochStart":
         """Return the states that generators have now."""
         own = [state_of(generator) for generator in generators]
-        return cls(own=own, shared={name: state_of(_GLOBAL[name]) for name in shared}, **workers)
+        return cls(own=own, shared={name: state_of(global_generator(name)) for name in shared}, **workers)
 
     def restore(self, generators: list[Any]) -> None:
         """Set the loader's generators to their states at the start."""
@@ -84,25 +86,25 @@ class EpochStream:
             self._later.__enter__()
             return
         for name, state in self._states.items():
-            current = state_of(_GLOBAL[name])
+            current = state_of(global_generator(name))
             if not self._follows or current != state:
                 self._outside[name] = current
-                set_state(_GLOBAL[name], state)
+                set_state(global_generator(name), state)
 
     def __exit__(self, *error: Any) -> None:
         if self._later is not None:
             self._later.__exit__(*error)
             return
-        self._states = {name: state_of(_GLOBAL[name]) for name in self._states}
+        self._states = {name: state_of(global_generator(name)) for name in self._states}
         for name, state in self._outside.items():
-            set_state(_GLOBAL[name], state)
+            set_state(global_generator(name), state)
         self._outside = {}
 
     def separate(self) -> None:
         """From now on, draw from a stream of its own."""
         if self._later is not None:
             return
-        if len(self._states) == len(_GLOBAL):
+        if len(self._states) == len(GLOBAL_GENERATORS):
             self._later = RandomStream(derived_seed(0, *(repr(state) for state in self._states.values())))
         else:  # torch's samplers do not draw from the global generators again
             self._later = nullcontext()
@@ -134,7 +136,7 @@ def generators_of(sampler: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
     """Return the random generators that a sampler and the samplers inside it hold."""
     found: list[Any] = []
     for value in cast("dict[str, Any]", getattr(sampler, "__dict__", {})).values():
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, generator_types()):
             found.append(value)
         elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
             found += generators_of(value, (*outer, sampler))
@@ -215,7 +217,7 @@ def replaced_generators(sampler: Any, replace: Callable[[Any], Any], outer: tupl
     changed: dict[str, Any] = {}
     for name, value in cast("dict[str, Any]", getattr(sampler, "__dict__", {})).items():
         new = value
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, generator_types()):
             new = replace(value)
         elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
             new = replaced_generators(value, replace, (*outer, sampler))

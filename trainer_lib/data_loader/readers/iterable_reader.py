@@ -9,8 +9,9 @@ from typing import Any, Self
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from trainer_lib.data_loader.order.data_rng import GLOBAL_GENERATORS
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
-from trainer_lib.data_loader.order.epoch_start import GLOBAL_GENERATORS, EpochStream
+from trainer_lib.data_loader.order.epoch_start import EpochStream
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end

@@ -1,19 +1,16 @@
 """Reads samples of a dataset without changing generators, counters or open files of the training."""
 
 import copy
-import random
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from trainer_lib.data_loader.order.data_rng import RandomStream
+from trainer_lib.data_loader.order.data_rng import RandomStream, generator_types
 
 _SEED = 20_240_229  # the same on all ranks
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def samples_at(dataset: Any, keys: Sequence[Any]) -> list[Any] | None:
@@ -58,7 +55,7 @@ def _twin(dataset: Any) -> Any:
     for name, value in list(attributes.items()):
         if isinstance(value, torch.Generator):
             attributes[name] = value.clone_state()
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, generator_types()):
             attributes[name] = copy.deepcopy(value)
         elif isinstance(value, Dataset):
             attributes[name] = _twin(value)

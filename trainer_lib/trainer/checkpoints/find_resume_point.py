@@ -6,9 +6,7 @@ from functools import partial
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import is_committed
-from trainer_lib.checkpointing.load.fallback import open_verified, set_aside
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.checkpointing.third_party.third_party import ACCELERATE, library_of
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import (
@@ -32,6 +30,8 @@ def checkpoint_at(path: str | AnyPath) -> AnyPath:
     Raises:
         ConfigurationError: If there is no checkpoint.
     """
+    from trainer_lib.checkpointing.third_party.third_party import ACCELERATE, library_of
+
     folder = path_at(path).resolve()
     library = library_of(folder)
     if library == ACCELERATE:
@@ -104,16 +104,12 @@ def find_resume_point(
                 lease.release()
                 lease = on_error.enter_context(_acquired_lease(point.folder, group))
                 continue  # another program may have continued the run meanwhile
-            if point.checkpoint is None or library_of(point.checkpoint) is not None:
+            if point.checkpoint is None:
                 break
-            try:
-                open_verified(point.checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
+            found_damage = _verified_damage(point.checkpoint, resume, group)
+            if found_damage is None:
                 break
-            except DamagedError as error:
-                if point.checkpoint == path_at(resume).resolve():
-                    raise
-                renamed = set_aside(point.checkpoint, group, "fit", leads=group.rank == 0)
-                damage.append(f"{error} It is now called {renamed.name}.")
+            damage.append(found_damage)
         on_error.pop_all()
     for note in point.notes:
         _logger.warning("%s", note)
@@ -125,6 +121,23 @@ def find_resume_point(
     elif group.rank == 0 and point.folder is not None:
         _delete_debris(point.folder.path / CHECKPOINTS)
     return point, lease
+
+
+def _verified_damage(checkpoint: AnyPath, resume: str, group: ProcessGroup) -> str | None:
+    """Verify a checkpoint of this library; return its damage after renaming it, `None` if it has none."""
+    from trainer_lib.checkpointing.load.fallback import open_verified, set_aside
+    from trainer_lib.checkpointing.third_party.third_party import library_of
+
+    if library_of(checkpoint) is not None:
+        return None
+    try:
+        open_verified(checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
+    except DamagedError as error:
+        if checkpoint == path_at(resume).resolve():
+            raise
+        renamed = set_aside(checkpoint, group, "fit", leads=group.rank == 0)
+        return f"{error} It is now called {renamed.name}."
+    return None
 
 
 def _acquired_lease(folder: RunFolder, group: ProcessGroup) -> Lease:

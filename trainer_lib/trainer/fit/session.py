@@ -1,5 +1,6 @@
 """One call of `fit`: makes its parts, hands them to the loop, and begins the run."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ from trainer_lib.trainer.fit.train_clock import TrainClock
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.fit.triggers import Triggers
-from trainer_lib.trainer.losses.sequence_parts import training_step_of
+from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.publish.save_pretrained import write_companion_files
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import Deadline, check_ahead, deadline_of
@@ -71,7 +72,7 @@ class FitSession:
         self.rounds = local_rounds(context)
         self.guard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
         self._bad_samples = BadSamples(context)
-        self._training_step = training_step_of(trainer)
+        self._training_step = _training_step(trainer)
         self.micro_batching = MicroBatching(context, self.guard, self._training_step)
         self.log = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)
         self.evaluations = FitEvaluations(context, trainer.evaluate, self.log, self._clock, self.deadline)
@@ -204,6 +205,14 @@ class FitSession:
                     Path(folder, IDENTITY_FILE).write_bytes(self.context.folder.identity())
             except OSError as error:
                 raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
+
+
+def _training_step(trainer: TrainerInterface) -> Callable[[Any, Any], LossResult | None]:
+    if trainer.accelerator.sequence_split.ranks is None:
+        return trainer.training_step
+    from trainer_lib.trainer.losses.sequence_parts import training_step_of
+
+    return training_step_of(trainer)
 
 
 def _triggers(context: FitContext, deadline: Deadline) -> Triggers:
