@@ -398,6 +398,31 @@ def test_two_machines_form_one_world(script: Any, options: list[str]) -> None:
         assert [machine.code() for machine in (first, second)] == [0, 0]
 
 
+@pytest.mark.slow
+def test_a_machine_starts_again_with_another_whose_processes_wait(script: Any, tmp_path: Path) -> None:
+    path = script(
+        "import datetime, os, time",
+        "from trainer_lib import PartialState",
+        "state = PartialState(timeout=datetime.timedelta(seconds=40))",
+        f"began = {str(tmp_path)!r} + '/' + os.environ['RANK']",
+        "if not os.path.exists(began):",
+        "    open(began, 'w').close()",
+        "    assert state.process_index == 0, 'it dies once'",
+        "    time.sleep(60)",
+        "print(os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'])",
+    )
+    with socket.create_server(("", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    shared = ["--num_machines", "2", "--num_processes", "2", "--rdzv_backend", "c10d", "--rdzv_id", "job"]
+    shared += ["--max_restarts", "1", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    with (
+        forked(*shared, "--machine_rank", "0", path) as first,
+        forked(*shared, "--machine_rank", "1", path) as second,
+    ):
+        assert sorted(machine.stdout.read() for machine in (first, second)) == ["0 1\n", "1 1\n"]
+        assert [machine.code() for machine in (first, second)] == [0, 0]
+
+
 ENDS_IN_ITS_OWN_WAY = (
     "import os, signal, sys, time",
     "def save(number, frame): time.sleep(0.3); print('saved at', number, flush=True); sys.exit(0)",

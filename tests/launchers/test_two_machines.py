@@ -19,7 +19,7 @@ from tests.trainer.safety.test_elastic_restarts import uninterrupted
 from tests.worlds import run_world
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
 
-PATIENCE = 300  # seconds: a world that forms while the network returns waits for timeouts of gloo
+PATIENCE = 120  # seconds
 
 SCRIPT = """
 import json, os, sys, time

@@ -25,7 +25,7 @@ from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers.launch_plan import Plan
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
 from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
-from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile
+from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile, agree_on_round
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
 
 # After a death the other processes cannot continue, and may wait for the dead one in an uninterruptible collective.
@@ -112,6 +112,7 @@ class _Agent(_TorchAgent):
         self._died: set[int] = set()
         self.interruption: int | None = None  # the exit code of processes that ended early on request
         self._failures: list[Failure] = []
+        self._served: dist.TCPStore | None = None  # to the processes of all machines, by the first one
 
     def failed(self) -> ProcessFailedError:
         """Return the error for the last attempt."""
@@ -121,6 +122,17 @@ class _Agent(_TorchAgent):
         """Release the store and its port."""
         self._store = None
         self._worker_group.store = None
+        self._served = None
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        super()._rendezvous(worker_group)
+        if self._plan.num_machines == 1 or self._plan.rdzv_backend == "static":
+            return
+        machine, machines = worker_group.group_rank, worker_group.group_world_size
+        address, used = own_address(self._plan.endpoint), self._plan.max_restarts - self._remaining_restarts
+        place, self._served, restarts = agree_on_round(worker_group.store, machine, machines, address, used)
+        worker_group.master_addr, worker_group.master_port = place.master_addr, place.master_port
+        self._remaining_restarts = self._plan.max_restarts - restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ids = super()._start_workers(worker_group)

@@ -1,6 +1,8 @@
-"""The rendezvous of the processes of one machine: at a port of the launcher, or in a file."""
+"""The rendezvous of processes: of one machine at a port of the launcher or in a file, or of several machines."""
 
+import socket
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -84,6 +86,43 @@ class MeetInFile(_OneMachine):
         self._attempts += 1
         # The port is for functions that form another group.
         return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(LOCALHOST, self._port or free_port()))
+
+
+class MachineRound(NamedTuple):
+    """What the launchers of several machines agree on each time they start their processes.
+
+    Args:
+        place: The address of the store of the processes.
+        served: That store, on the first machine.
+        restarts: How many restarts have been used, on any machine.
+    """
+
+    place: RendezvousStoreInfo
+    served: dist.TCPStore | None
+    restarts: int
+
+
+def agree_on_round(launchers: dist.Store, machine: int, machines: int, address: str | None, used: int) -> MachineRound:
+    """Serve a new store to the processes of all machines, and count the restarts of all.
+
+    Processes that start again would find the addresses of processes that have ended in a store of an earlier round, and
+    would not find each other if machines counted apart: torch puts the count before all names.
+
+    Args:
+        launchers: The store of the launchers, new in each round.
+        machine: The rank of this machine.
+        machines: How many there are.
+        address: The address of this machine for the others; `None`: its host name.
+        used: How many restarts this machine has counted.
+    """
+    store = dist.PrefixStore("round", launchers)
+    store.set(f"restarts_{machine}", str(used))
+    restarts = max(int(store.get(f"restarts_{other}")) for other in range(machines))
+    served = None
+    if machine == 0:
+        served = dist.TCPStore(address or socket.getfqdn(), 0, is_master=True, wait_for_workers=False)
+    place = RendezvousStoreInfo.build(machine, store, address, served and served.port)
+    return MachineRound(place, served, restarts)
 
 
 def _serve(port: int) -> dist.TCPStore:
