@@ -26,6 +26,7 @@ class AccumulationSchedule(Modifier):
         (2, 50)
     """
 
+    changes_weights: ClassVar[bool] = False
     exclusive_group: ClassVar[str | None] = "set the number of batches per update"
 
     def __init__(self, steps: Mapping[int, int]) -> None:

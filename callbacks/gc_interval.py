@@ -1,7 +1,7 @@
 """Garbage collection at an interval, on all ranks at once."""
 
 import gc
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import callback_trigger
@@ -23,6 +23,8 @@ class GarbageSchedule(Modifier):
         False
         >>> schedule.on_fit_end(Run())
     """
+
+    changes_weights: ClassVar[bool] = False
 
     def __init__(self, every: Any) -> None:
         self._trigger = callback_trigger(every, "gc_every")

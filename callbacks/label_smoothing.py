@@ -1,7 +1,7 @@
 """Label smoothing of the training loss."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ class LabelSmoothing(Modifier):
     Example:
         >>> smoothing = LabelSmoothing(0.1)
     """
+
+    changes_weights: ClassVar[bool] = False
 
     def __init__(self, share: float = 0.1) -> None:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:

@@ -22,6 +22,7 @@ class _Mixing(Modifier):
         num_classes: The number of classes, if the targets are class indices; they become class probabilities.
     """
 
+    changes_weights: ClassVar[bool] = False
     exclusive_group: ClassVar[str | None] = "mix the samples of a batch"
 
     def __init__(self, alpha: float, num_classes: int | None = None) -> None:
@@ -161,6 +162,7 @@ class MixupOrCutMix(Modifier):
         >>> either = MixupOrCutMix(Mixup(0.2, num_classes=10), CutMix(1.0, num_classes=10))
     """
 
+    changes_weights: ClassVar[bool] = False
     exclusive_group: ClassVar[str | None] = _Mixing.exclusive_group
 
     def __init__(self, mixup: Mixup, cutmix: CutMix, share: float = 0.5) -> None:

@@ -29,6 +29,7 @@ class SequenceLengthWarmup(Modifier):
         >>> warmup = SequenceLengthWarmup(64, 1024, until="1000 steps")
     """
 
+    changes_weights: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = True  # short sequences come first
 
     def __init__(self, start: int, full: int, until: Any, multiple_of: int = 8, names: Sequence[str] = ()) -> None:

@@ -1,7 +1,7 @@
 """Gradient clipping by value, and adaptively by the norm of the weights (AGC)."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,8 @@ class ClipValue(Modifier):
     Example:
         >>> clip = ClipValue(0.5)
     """
+
+    changes_weights: ClassVar[bool] = False
 
     def __init__(self, value: float) -> None:
         self.value = _positive("ClipValue(value)", value)
@@ -44,6 +46,8 @@ class AdaptiveClipping(Modifier):
     Example:
         >>> clip = AdaptiveClipping(0.01, exclude=("head.*",))
     """
+
+    changes_weights: ClassVar[bool] = False
 
     def __init__(self, share: float = 0.01, least: float = 1e-3, exclude: tuple[str, ...] = ()) -> None:
         self.share = _positive("AdaptiveClipping(share)", share)

@@ -29,6 +29,7 @@ class WeightAverage(Modifier):
         buffers: Whether to average buffers (running statistics) too; otherwise the model's own are used.
     """
 
+    changes_weights: ClassVar[bool] = False
     exclusive_group: ClassVar[str | None] = "average the weights"
 
     def __init__(self, every: Trigger, buffers: bool = False) -> None:

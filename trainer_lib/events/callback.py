@@ -44,6 +44,8 @@ class Callback:
         saves_memory: Whether parts of the run need less memory with it than the rest; the batch-size finder trains
             without it.
         runs_in_sandbox: Whether tools such as the learning-rate finder train with a copy of it, if it is a `Modifier`.
+        changes_weights: Whether a callback that may change training changes weights other than by gradients, before the
+            next update; background saves then copy all weights before training continues.
 
     Example:
         >>> class StopAtStep(Callback):
@@ -62,6 +64,7 @@ class Callback:
     supports_batch_splitting: ClassVar[bool] = True
     saves_memory: ClassVar[bool] = False
     runs_in_sandbox: ClassVar[bool] = True
+    changes_weights: ClassVar[bool] = True
 
     @property
     def monitored_metric(self) -> str | None:

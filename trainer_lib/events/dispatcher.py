@@ -77,6 +77,8 @@ class Dispatcher:
 
         Weights that differ between ranks are averaged last, so an average over updates (EMA) is averaged too.
         """
+        if run.accelerator is not None:
+            run.accelerator.checkpoints.background.finish_copies()
         with ExitStack() as stack:
             for callback in self._callbacks:
                 if isinstance(callback, Modifier):

@@ -10,6 +10,7 @@ from trainer_lib.accelerator.checkpoints import accelerator_parts
 from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names, note_pickles
 from trainer_lib.accelerator.checkpoints.save_layouts import OWN, layout_of
 from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_name, state_folder
+from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
 from trainer_lib.checkpointing.format.state_parts import (
     Part,
     StateOptions,
@@ -27,12 +28,19 @@ from trainer_lib.foundation.errors import (
     ConfigurationError,
     UnreachableError,
     UnsupportedError,
+    UnwritableError,
 )
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.file_contents import Content
 
 _logger = get_logger(__name__)
+
+_CHANGED = (
+    "Something other than an optimizer changed weights before the next update, while they were copied. The next "
+    "checkpoints are copied before training continues. Change weights at on_step_end or in a Modifier, or give "
+    "save_in_background=False."
+)
 
 
 def save(
@@ -68,15 +76,14 @@ def save(
             }
             manifest: Any = save_layout.manifest(checkpoints, parts, automatic)  # on a disk, it may be None
             if background:
-                files = checkpoints.background.snapshots.take(files)
+                files = checkpoints.background.snapshots.take(files, checkpoints.background.changed_by_steps())
         save_layout.write_shards(saving.folder, states)
         write = partial(_write, checkpoints.background, saving, files, manifest, clear_up if automatic else None)
         if background:
             group = checkpoints.background.group(group)
             saving.switch_group(group)
-            checkpoints.background.start(
-                target, partial(_in_context, stack.pop_all(), write, group, checkpoints.background)
-            )
+            saves, copies = checkpoints.background, checkpoints.background.snapshots.copies
+            saves.start(target, partial(_in_context, stack.pop_all(), write, group, saves, copies), copies)
         else:
             write(group)
     note_pickles(target, not safe_serialization)
@@ -159,9 +166,13 @@ def _write(
     manifest: Any,
     clear_up: Callable[[], None] | None,
     group: ProcessGroup,
+    copies: OverlappedCopies | None = None,
     mark_written: Callable[[], None] | None = None,
 ) -> None:
     with raise_on_all_ranks(group, "save_state", CheckpointError):
+        if copies is not None and not copies.run():
+            saves.overlapping = ()
+            raise UnwritableError(_CHANGED)
         saving.write(files)
         if mark_written is not None:
             mark_written()
@@ -172,9 +183,15 @@ def _write(
         group.barrier()
 
 
-def _in_context(context: ExitStack, write: Callable[..., None], group: ProcessGroup, saves: BackgroundSaves) -> None:
+def _in_context(
+    context: ExitStack,
+    write: Callable[..., None],
+    group: ProcessGroup,
+    saves: BackgroundSaves,
+    copies: OverlappedCopies | None,
+) -> None:
     with context:
-        write(group, saves.mark_written)
+        write(group, copies, saves.mark_written)
 
 
 def _clear_up(leads: bool, folder: AnyPath, keep: int | None) -> None:

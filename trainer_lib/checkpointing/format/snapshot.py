@@ -5,15 +5,19 @@ The first snapshot allocates the memory and later ones reuse it, so only one sna
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
 from trainer_lib.tensor_files.file_contents import Content, PickledTensors, Tensors
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
@@ -24,19 +28,30 @@ _THREADS = 4  # more threads do not make memory faster
 
 
 class Snapshots:
-    """Takes snapshots, one after the other, in the same memory."""
+    """Takes snapshots, one after the other, in the same memory.
+
+    Attributes:
+        copies: The copies of the last snapshot that are left to the thread that saves; `None` if there are none.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self.copies: OverlappedCopies | None = None
 
-    def take(self, files: Mapping[str, Content]) -> dict[str, Content]:
-        """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot."""
+    def take(self, files: Mapping[str, Content], left: Collection[int] = ()) -> dict[str, Content]:
+        """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot.
+
+        Args:
+            files: The files.
+            left: The addresses of tensors in host memory whose copies are left to the thread that saves.
+        """
         with_tensors = {
             name: content for name, content in files.items() if isinstance(content, (Tensors, PickledTensors))
         }
         unique = {name: without_aliases(content.tensors) for name, content in with_tensors.items()}
         keys = [(name, key) for name, (tensors, _) in unique.items() for key in tensors]
-        copies = dict(zip(keys, self._copy_all([unique[name][0][key] for name, key in keys]), strict=True))
+        copied = self._copy_all([unique[name][0][key] for name, key in keys], left)
+        copies = dict(zip(keys, copied, strict=True))
         snapshot = dict(files)
         for name, content in with_tensors.items():
             aliases = unique[name][1]
@@ -44,9 +59,11 @@ class Snapshots:
             snapshot[name] = replace(content, tensors=tensors)
         return snapshot
 
-    def _copy_all(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _copy_all(self, tensors: list[Tensor], left: Collection[int]) -> list[Tensor]:
         buffers = self._buffers(tensors)
         pieces: list[tuple[Any, Any]] = []
+        later: list[tuple[Any, Any]] = []
+        sources_of_later: list[Tensor] = []
         streams = _SideStreams()
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if buffer.data_ptr() == tensor.data_ptr() or not tensor.numel():
@@ -54,12 +71,16 @@ class Snapshots:
             source = tensor.detach()
             if source.device.type != "cpu":
                 streams.copy(source, buffer)
+            elif _is_plain(source) and source.data_ptr() in left:
+                later += _pieces(_bytes(source), _bytes(buffer))
+                sources_of_later.append(source)
             elif _is_plain(source):
                 pieces += _pieces(_bytes(source), _bytes(buffer))
             else:
                 buffer.copy_(source)
         _copy(pieces)
         streams.wait()
+        self.copies = OverlappedCopies(sources_of_later, partial(_copy, later)) if later else None
         return buffers
 
     def _buffers(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -120,8 +141,15 @@ def _copy(pieces: list[tuple[Any, Any]]) -> None:
         for target, source in pieces:
             np.copyto(target, source)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
+    queue = deque(pieces)
+
+    def copy_until_empty(_: int) -> None:
+        with suppress(IndexError):
+            while True:
+                np.copyto(*queue.popleft())
+
+    with ThreadPoolExecutor(threads) as pool:  # one task a thread, as a task costs as much as the copy of 100 KB
+        for _ in pool.map(copy_until_empty, range(threads)):
             continue
 
 

@@ -7,9 +7,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
@@ -17,6 +19,9 @@ from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
     from trainer_lib.checkpointing.format.snapshot import Snapshots
 
 _logger = get_logger(__name__)
@@ -28,9 +33,17 @@ UPLOAD_THREADS = "upload"  # the prefix of the names of threads that upload file
 
 
 class BackgroundSaves:
-    """The thread that writes checkpoints, with the snapshot and the process group that it uses."""
+    """The thread that writes checkpoints, with the snapshot and the process group that it uses.
+
+    Attributes:
+        overlapping: The optimizers whose weights and states change only when they step, after `finish_copies`: their
+            copies overlap with training.
+        copies: The copies that `finish_copies` waits for; `None` if there are none.
+    """
 
     def __init__(self) -> None:
+        self.overlapping: Sequence[Optimizer] = ()
+        self.copies: OverlappedCopies | None = None
         self._snapshots: Snapshots | None = None
         self._thread: threading.Thread | None = None
         self._target: AnyPath | None = None
@@ -87,14 +100,38 @@ class BackgroundSaves:
             self._groups = training_group, training_group.another()
         return self._groups[1]
 
-    def start(self, target: AnyPath, work: Callable[[], object]) -> None:
-        """Write the checkpoint `target` by calling `work` on a thread; wait for the previous save first."""
+    def changed_by_steps(self) -> set[int]:
+        """Return the addresses of the tensors that only steps of the `overlapping` optimizers change."""
+        tensors: list[Any] = []
+        for optimizer in self.overlapping:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            tensors += [weight for weight in weights if weight.requires_grad]
+            tensors += [value for values in optimizer.state.values() for value in values.values()]
+        return {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+
+    def finish_copies(self) -> None:
+        """Wait until the last snapshot is complete, so that weights and optimizer states may change."""
+        if self.copies is not None:
+            self.copies.wait()
+            self.copies = None
+
+    def start(self, target: AnyPath, work: Callable[[], object], copies: "OverlappedCopies | None" = None) -> None:
+        """Write the checkpoint `target` by calling `work` on a thread; wait for the previous save first.
+
+        Args:
+            target: The folder of the checkpoint.
+            work: Makes the copies, and writes.
+            copies: The copies that `work` makes.
+        """
         _wait_at_exit(self)
         self._target, self._error, self._written_at = target, None, None
         self._hang, self._has_ended, self._released = None, False, threading.Event()
         # A daemon thread, because Python waits without limit for any other; `at_exit` waits instead.
-        self._thread = threading.Thread(target=self._run, args=(work,), name=f"save of {target.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(work, copies), name=f"save of {target.name}", daemon=True
+        )
         self._thread.start()
+        self.copies = copies
 
     def mark_written(self) -> None:
         """Record that this rank has written its part; the save now waits for the other ranks."""
@@ -137,7 +174,7 @@ class BackgroundSaves:
         """Wait for the save, log its error if it failed, and free the memory of the snapshot."""
         with self._errors_logged():
             self.wait()
-        self._snapshots = None
+        self._snapshots = self.copies = None
 
     def at_exit(self) -> None:
         """Wait for the save at the end of the process.
@@ -158,11 +195,13 @@ class BackgroundSaves:
         with self._errors_logged():
             self.wait()
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, work: Callable[[], object], copies: "OverlappedCopies | None") -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - `wait` raises it on the main thread
             self._error = error
+        if copies is not None:
+            copies.release()  # also where an error came before them
         self.ended_at = time.monotonic()
         self._has_ended = True
         self._released.set()
@@ -173,6 +212,10 @@ class BackgroundSaves:
             yield
         except CheckpointError as error:
             _logger.error("%s", error, main_process_only=False)
+
+
+def _address(tensor: Any) -> int:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).data_ptr()
 
 
 _known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer_lib.local_sgd import LocalSGD
 from trainer_lib.logging import get_logger
+from trainer_lib.trainer.checkpoints.overlapped_saves import OverlappedSaves
 from trainer_lib.trainer.checkpoints.rewind import Rewind
 from trainer_lib.trainer.data.train_batches import TrainBatches
 from trainer_lib.trainer.fit.actions import Actions
@@ -76,7 +77,8 @@ class TrainLoop:
         self.schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
         self.window, self.actions, self.rounds = UpdateWindow(context), actions, rounds
         self.pipeline = PipelineWindow(context)
-        self.gradients = GradientCheck(context)
+        self.gradients, self.overlapped_saves = GradientCheck(context), OverlappedSaves(context)
+        self.background_saves = context.accelerator.checkpoints.background
         self.is_between_updates = False
 
     def train(self) -> None:
@@ -95,6 +97,8 @@ class TrainLoop:
             if self.is_between_updates:
                 self.saving.save_after(error)
             raise
+        finally:
+            self.overlapped_saves.end()
         self.gradients.finish()
 
     def epoch(self) -> Update | None:
@@ -183,6 +187,7 @@ class TrainLoop:
             events.fire("on_backward_end", run)
         if not self.gradients.is_done:
             self.gradients.check()
+            self.overlapped_saves.begin()
         if not has_stepped:
             if not self.guard.passes():
                 return self.skip()
@@ -202,6 +207,8 @@ class TrainLoop:
         """Change the weights, unless this rank trains by itself and had no samples."""
         if not self.window.has_samples:
             return
+        if self.background_saves.copies is not None:
+            self.background_saves.finish_copies()
         if "on_optimizer_step_begin" in self.handlers:
             self.events.fire("on_optimizer_step_begin", self.run)
         for optimizer in self.optimizers:

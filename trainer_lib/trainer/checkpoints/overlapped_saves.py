@@ -1,0 +1,52 @@
+"""Whether copies for background saves may overlap with training: where only optimizers change weights."""
+
+from torch.optim import Optimizer
+
+from trainer_lib.checkpointing.format.overlapped_copies import versions_of
+from trainer_lib.trainer.fit.context import FitContext
+
+_KNOWN = "torch.optim."  # these optimizers change weights and states in `step` alone
+
+
+class OverlappedSaves:
+    """Has background saves copy weights and optimizer states until the next update.
+
+    The first update shows whether forward and backward leave the weights alone: an embedding with `max_norm` does not.
+
+    Args:
+        context: The fit.
+    """
+
+    def __init__(self, context: FitContext) -> None:
+        self._saves = context.accelerator.checkpoints.background
+        self._optimizers = [optimizer.optimizer for optimizer in context.run.optimizers.values()]
+        self._is_possible = _is_possible(context, self._optimizers)
+        self._weights = [
+            weight
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if self._is_possible and weight.requires_grad
+        ]
+        self._versions = versions_of(self._weights)
+
+    def begin(self) -> None:
+        """Begin, before the first update of a fit."""
+        if self._is_possible and versions_of(self._weights) == self._versions:
+            self._saves.overlapping = self._optimizers
+        self._weights = []
+
+    def end(self) -> None:
+        """Copy before `save_state` returns from now on."""
+        self._saves.overlapping = ()
+
+
+def _is_possible(context: FitContext, optimizers: list[Optimizer]) -> bool:
+    changes_weights = any(each.may_change_training and each.changes_weights for each in context.events)
+    return (
+        context.run.args.save_in_background
+        and not changes_weights
+        and not context.has_own_step
+        and not context.accelerator.checkpoints.engine.trains_locally
+        and all(f"{type(optimizer).__module__}.".startswith(_KNOWN) for optimizer in optimizers)
+    )
