@@ -48,7 +48,7 @@ NOT_COVERED = {
     "accelerate test": "tests/commands/test_self_check.py",
     "notebook_launcher on TPUs": "this version does not train on TPUs",
     "accelerate launch --multi_gpu, CUDA_VISIBLE_DEVICES": "needs GPUs; the options are tested in tests/commands",
-    "deepspeed_config in YAML, zero_stage2_config.json": "not there yet: the launcher refuses them",
+    "deepspeed_config in YAML, zero_stage2_config.json": "tests/commands/test_launch_deepspeed.py",
     "model.save_checkpoint, zero_to_fp32": "DeepSpeed's own methods",
     "AutoModelForSequenceClassification.from_pretrained": "downloads a model",
 }

@@ -529,7 +529,11 @@ def test_nothing_is_left_in_the_temporary_folder(
             ["--use_parallelism_config", "--parallelism_config_tp_size", "2"],
             "tp_size=2) takes 2 processes, and there are 1. Start 2 processes, or",
         ),
-        (["--use_deepspeed"], "--use_deepspeed needs DeepSpeed, which this version does not have. FSDP2 "),
+        (["--zero_stage", "2"], "--zero_stage has no effect without --use_deepspeed. Add --use_deepspeed, or leave"),
+        (
+            ["--use_deepspeed", "--deepspeed_multinode_launcher", "pdsh"],
+            "deepspeed_multinode_launcher=pdsh needs a lau",
+        ),
         (["--use-megatron-lm"], "--use-megatron-lm needs Megatron-LM, which this version does not have."),
         (["--tpu"], "--tpu needs TPUs, which this version does not have."),
         (["--config_file", "x.yaml"], "There is no configuration file x.yaml (No such file or directory)."),

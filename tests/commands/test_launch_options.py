@@ -69,6 +69,17 @@ IN_VARIABLES = {
     "parallelism_config_sp_seq_length": ("8", "PARALLELISM_CONFIG_SP_SEQ_LENGTH", "8"),
     "parallelism_config_sp_seq_length_is_variable": ("false", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", "false"),
     "parallelism_config_sp_attn_implementation": ("sdpa", "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa"),
+    "use_deepspeed": ("", "ACCELERATE_USE_DEEPSPEED", "true"),
+    "deepspeed_config_file": ("ds.json", "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds.json"),
+    "zero_stage": ("3", "ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"),
+    "offload_optimizer_device": ("cpu", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
+    "offload_param_device": ("nvme", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme"),
+    "offload_optimizer_nvme_path": ("/o", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/o"),
+    "offload_param_nvme_path": ("/p", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", "/p"),
+    "gradient_clipping": ("auto", "ACCELERATE_GRADIENT_CLIPPING", "auto"),
+    "zero3_init_flag": ("true", "ACCELERATE_DEEPSPEED_ZERO3_INIT", "true"),
+    "zero3_save_16bit_model": ("true", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true"),
+    "deepspeed_moe_layer_cls_names": ("A,B", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "A,B"),
 }
 # Those whose effect is a world that starts in another way: tests/commands/test_launch.py starts them.
 IN_THE_START = {
@@ -81,12 +92,8 @@ IN_THE_START = {
 WITHOUT_NEED = {"same_network"}
 # Those of features that this version does not have, with a value that asks for them.
 REFUSED = {
-    "DeepSpeed": [
-        "use_deepspeed", "deepspeed_config_file=c", "zero_stage=2", "offload_optimizer_device=cpu",
-        "offload_param_device=cpu", "offload_optimizer_nvme_path=/n", "offload_param_nvme_path=/n",
-        "gradient_clipping=1.0", "zero3_init_flag=true", "zero3_save_16bit_model=true", "deepspeed_hostfile=hosts",
-        "deepspeed_exclusion_filter=a", "deepspeed_inclusion_filter=a", "deepspeed_multinode_launcher=pdsh",
-        "deepspeed_moe_layer_cls_names=A",
+    "a launch by pdsh or MPI from one machine": [
+        "deepspeed_hostfile=hosts", "deepspeed_exclusion_filter=a", "deepspeed_inclusion_filter=a",
     ],
     "Megatron-LM": [
         "use_megatron_lm", "megatron_lm_tp_degree=2", "megatron_lm_use_custom_fsdp=true",
@@ -112,6 +119,7 @@ IDLE = {
     "no_tpu_cluster": "",
     "parallelism_config_cp_backend": "torch",
     "parallelism_config_sp_backend": "deepspeed",
+    "deepspeed_multinode_launcher": "standard",
 }
 ASKED_FOR = [(feature, option) for feature, options in REFUSED.items() for option in options]
 
@@ -125,6 +133,8 @@ def needed_by(name: str) -> list[str]:
     """Return the options without which another one has no effect."""
     if name.startswith("fsdp_"):
         return ["--use_fsdp"]
+    if SETTINGS[name].group == "deepspeed" and name != "use_deepspeed":
+        return ["--use_deepspeed"]
     if name.startswith("fp8_"):
         return ["--mixed_precision", "fp8"]
     return ["--use_parallelism_config"] if name.startswith("parallelism_config_") else []
@@ -292,7 +302,10 @@ def test_the_file_that_counts_is_read_and_named(settings_home: Path, capfd: pyte
         ("parallelism_config: {dp_replicate_size: 1}", [], "use_parallelism_config", "yes"),
         ("fsdp_config: {offload_params: true}", [], "fsdp_offload_params", "yes"),
         ("num_machines: 1\nmain_training_function: main\ndowncast_bf16: 'no'", [], "num_machines", "1"),
-        ("deepspeed_config: {zero_stage: 3}", [], "use_fsdp", "no"),
+        ("deepspeed_config: {zero_stage: 3}", [], "use_deepspeed", "no"),
+        ("deepspeed_config: {zero_stage: 3}", ["--use_deepspeed"], "zero_stage", "3"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", [], "zero_stage", "1"),
+        ("deepspeed_config: {gradient_accumulation_steps: 3}", [], "gradient_accumulation_steps", "-"),
         ("fp8_config: {backend: TE}", [], "mixed_precision", "no"),
         ("fp8_config: {backend: AO}\nmixed_precision: fp8", [], "fp8_backend", "ao"),
     ],
@@ -307,8 +320,12 @@ def test_what_a_file_asks_for(
     ("text", "message"),
     [
         (
-            "distributed_type: DEEPSPEED",
-            "`distributed_type: DEEPSPEED` in {} needs DeepSpeed, which this version does not",
+            "distributed_type: DEEPSPEED\nnum_machines: 2\ndeepspeed_config: {deepspeed_multinode_launcher: pdsh}",
+            "deepspeed_multinode_launcher=pdsh needs a launch by pdsh or MPI from one machine, which this version",
+        ),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}",
+            "{}, line 2: `zero_stage` must be one of 0, 1, 2, 3 (got '4')",
         ),
         ("distributed_type: MEGATRON_LM", "`distributed_type: MEGATRON_LM` in {} needs Megatron-LM, which"),
         ("distributed_type: TPU", "`distributed_type: XLA` in {} needs TPUs, which"),
@@ -328,17 +345,25 @@ def test_what_a_file_asks_for_that_cannot_be(
     assert message.format(file) in launch.error("--config_file", file, launch.script)
 
 
-def test_an_older_file_of_deepspeed_is_refused_with_the_reason(launch: Launch, config: Callable[[str], str]) -> None:
-    error = launch.error("--config_file", config(DEEPSPEED), launch.script)
-    assert "needs DeepSpeed, which this version does not have. FSDP2 (FullyShardedDataParallelPlugin) shards" in error
+def test_an_older_file_of_deepspeed_asks_for_its_values(config: Callable[[str], str]) -> None:
+    variables = script_variables(given("--config_file", config(DEEPSPEED)))
+    assert {name: text for name, text in variables.items() if "DEEPSPEED" in name or "GRADIENT" in name} == {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    }
 
 
 def test_a_file_that_nobody_named_is_refused_with_a_way_out(launch: Launch, settings_home: Path) -> None:
     file = settings_home / "huggingface" / "accelerate" / "default_config.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text(DEEPSPEED)
+    file.write_text("distributed_type: MEGATRON_LM")
     error = launch.error(launch.script)
-    assert f"`distributed_type: DEEPSPEED` in {file} needs DeepSpeed" in error
+    assert f"`distributed_type: MEGATRON_LM` in {file} needs Megatron-LM" in error
     assert "`trainer-lib config` writes another one, and --config_file names one for this launch." in error
 
 

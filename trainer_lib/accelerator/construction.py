@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, unknown
 from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.logging import get_logger
@@ -12,6 +13,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, RNGType
 from trainer_lib.options.fp8_options import (
     AORecipeKwargs,
@@ -112,12 +114,14 @@ def refuse_unsupported(**arguments: Any) -> None:
 
 
 def deepspeed_plugins(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
-    """Return the DeepSpeed plugins, given under one of two names, or `None`."""
+    """Return the DeepSpeed plugins, given under one of two names or asked for by the launcher, or `None`."""
     if plugin is not None and plugins is not None:
         raise ConfigurationError("Accelerator got both deepspeed_plugin and deepspeed_plugins. Give one.")
     given = plugins if plugin is None else plugin
     if given is None:
-        return None
+        if not environment.deepspeed_requested():
+            return None
+        given = DeepSpeedPlugin()  # of the launcher's values
     made = DeepSpeedPlugins(given)
     if made.shards and not is_deepspeed_available():
         raise MissingPackageError(

@@ -131,6 +131,23 @@ def uses_parallelism_config() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
 
 
+def deepspeed_requested() -> bool:
+    """Whether the launcher asked for DeepSpeed."""
+    return parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+
+
+def deepspeed_setting(name: str) -> str | None:
+    """The launcher's setting of DeepSpeed, such as `ZERO_STAGE`."""
+    text = os.environ.get(f"ACCELERATE_DEEPSPEED_{name}")
+    return None if text in (None, "", "None") else text
+
+
+def clipping_requested() -> str | None:
+    """The launcher's largest norm of the gradients, for DeepSpeed."""
+    text = os.environ.get("ACCELERATE_GRADIENT_CLIPPING")
+    return None if text in (None, "", "None") else text
+
+
 def sharding_requested() -> dict[str, Any]:
     """The options of FSDP that the launcher named, by the names of the plugin's fields."""
     options: dict[str, Any] = {
@@ -193,13 +210,10 @@ def threads_requested() -> str | None:
 
 def refuse_unsupported_engines() -> None:
     """Raise if a launcher requests an engine that this version does not support, rather than ignore it."""
-    engines = {
-        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-        "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    }
-    for key, engine in engines.items():
-        if parse_flag_from_env(key):
-            raise UnsupportedError(f"{key} requests {engine}, which this version does not support. Unset {key}.")
+    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        raise UnsupportedError(
+            "ACCELERATE_USE_MEGATRON_LM requests Megatron-LM, which this version does not support. Unset it."
+        )
     if parse_flag_from_env("ACCELERATE_USE_TP"):
         raise UnsupportedError(
             "ACCELERATE_USE_TP requests tensor parallelism by an older variable. Unset it, and set "

@@ -26,8 +26,8 @@ def missing_class(name: str, feature: MissingFeature) -> type[Any]:
     """Return a class of this name; making an object of it, or of a class derived from it, raises.
 
     Example:
-        >>> DummyOptim = missing_class("DummyOptim", DEEPSPEED)
-        >>> isinstance("a text", DummyOptim)
+        >>> MegatronEngine = missing_class("MegatronEngine", MEGATRON_LM)
+        >>> isinstance("a text", MegatronEngine)
         False
     """
 
@@ -61,10 +61,9 @@ def _description(feature: MissingFeature) -> str:
 
 _TRAINED_HERE = "This version trains on one device, with DDP, or with FSDP2 (FullyShardedDataParallelPlugin)."
 
-DEEPSPEED = MissingFeature(
-    "DeepSpeed",
-    "FSDP2 (FullyShardedDataParallelPlugin) shards weights, gradients and optimizer states as ZeRO-3 does, with the "
-    "optimizers and schedules of torch.",
+DEEPSPEED_HOSTS = MissingFeature(
+    "a launch by pdsh or MPI from one machine",
+    "Start `trainer-lib launch` on each machine, with --machine_rank and --main_process_ip.",
 )
 DEEPSPEED_ENGINE = MissingFeature(
     "DeepSpeed's engine as an object",

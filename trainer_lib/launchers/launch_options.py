@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainer_lib.foundation.missing_features import (
-    DEEPSPEED,
+    DEEPSPEED_HOSTS,
     MEGATRON_LM,
     TPU,
     MissingFeature,
@@ -28,6 +28,7 @@ from trainer_lib.launchers.setting import (
     whole_choice,
 )
 from trainer_lib.options.accelerate_constants import (
+    DEEPSPEED_MULTINODE_LAUNCHERS,
     FSDP_AUTO_WRAP_POLICY,
     FSDP_BACKWARD_PREFETCH,
     FSDP_SHARDING_STRATEGY,
@@ -41,6 +42,7 @@ GROUPS = {
     "compile": "torch.compile, if the script does not say it",
     "fp8": "fp8, if the script does not say it",
     "fsdp": "FSDP, if the script does not say it",
+    "deepspeed": "DeepSpeed, if the script does not say it",
     "parallelism": "replication, sharding and splitting over the processes, if the script does not say it",
     "machines": "several machines",
     "mpi": "a launch by MPI",
@@ -49,7 +51,6 @@ GROUPS = {
     "script": "the script",
 }
 MISSING_GROUPS = {
-    "deepspeed": "DeepSpeed, which this version does not have",
     "megatron_lm": "Megatron-LM, which this version does not have",
     "tpu": "TPUs, which this version does not train on",
 }
@@ -468,25 +469,50 @@ def _missing(
 
 
 def _deepspeed() -> list[Setting]:
+    group, section = "deepspeed", "deepspeed_config"
+
+    def zero(name: str, kind: Kind, help_text: str, variable: str = "") -> Setting:
+        variable = variable or f"ACCELERATE_DEEPSPEED_{name.upper()}"
+        return Setting(name=name, group=group, kind=kind, help=help_text, section=section, variable=variable)
+
+    def of_machines(name: str) -> Setting:
+        return Setting(name=name, group=group, kind=FILLED, help="", section=section, missing=DEEPSPEED_HOSTS)
+
     device = choice("none", "cpu", "nvme")
-    kinds: dict[str, Kind] = {
-        "deepspeed_config_file": FILLED,
-        "zero_stage": whole_choice(0, 1, 2, 3),
-        "offload_optimizer_device": device,
-        "offload_param_device": device,
-        "offload_optimizer_nvme_path": FILLED,
-        "offload_param_nvme_path": FILLED,
-        "gradient_clipping": NUMBER_OR_AUTO,
-        "zero3_init_flag": YES_OR_NO,
-        "zero3_save_16bit_model": YES_OR_NO,
-        "deepspeed_hostfile": FILLED,
-        "deepspeed_exclusion_filter": FILLED,
-        "deepspeed_inclusion_filter": FILLED,
-        "deepspeed_multinode_launcher": FILLED,
-        "deepspeed_moe_layer_cls_names": FILLED,
-    }
-    use = Setting(name="use_deepspeed", group="deepspeed", kind=SWITCH, help="", key=None, missing=DEEPSPEED)
-    return [use, *_missing(DEEPSPEED, "deepspeed", "deepspeed_config", kinds)]
+    return [
+        Setting(
+            name="use_deepspeed",
+            group=group,
+            kind=SWITCH,
+            help="train with DeepSpeed's ZeRO",
+            default=False,
+            key=None,
+            variable="ACCELERATE_USE_DEEPSPEED",
+        ),
+        zero(
+            "deepspeed_config_file", FILLED, "DeepSpeed's JSON file; the options below fill its \"auto\" values",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        ),
+        zero("zero_stage", whole_choice(0, 1, 2, 3), "shard optimizer states (1), gradients (2), weights (3); 0: DDP"),
+        zero("offload_optimizer_device", device, "where optimizer states are kept"),
+        zero("offload_param_device", device, "where weights are kept"),
+        zero("offload_optimizer_nvme_path", FILLED, "the folder of nvme"),
+        zero("offload_param_nvme_path", FILLED, "the folder of nvme"),
+        zero("gradient_clipping", NUMBER_OR_AUTO, "the largest norm of the gradients", "ACCELERATE_GRADIENT_CLIPPING"),
+        zero("zero3_init_flag", YES_OR_NO, "said for Accelerate: prepare() shards models",
+             "ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+        zero("zero3_save_16bit_model", YES_OR_NO, "said for Accelerate: save_model() gathers weights"),
+        zero("deepspeed_moe_layer_cls_names", FILLED, "classes of mixture-of-experts layers, with commas",
+             "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
+        Setting(
+            name="deepspeed_multinode_launcher",
+            group=group,
+            kind=choice(*DEEPSPEED_MULTINODE_LAUNCHERS),
+            help="standard: run the launcher on each machine; other ways are refused",
+            section=section,
+        ),
+        *[of_machines(f"deepspeed_{name}") for name in ("hostfile", "exclusion_filter", "inclusion_filter")],
+    ]  # fmt: skip
 
 
 def _megatron_lm() -> list[Setting]:

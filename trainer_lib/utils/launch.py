@@ -2,7 +2,6 @@
 
 from trainer_lib.foundation.environment import env_var_path_add as env_var_path_add
 from trainer_lib.foundation.missing_features import (
-    DEEPSPEED,
     LAUNCHER_STEPS,
     SAGEMAKER,
     TPU,
@@ -11,7 +10,7 @@ from trainer_lib.foundation.missing_features import (
 )
 from trainer_lib.options.accelerate_constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 
-prepare_deepspeed_cmd_env = missing_function("prepare_deepspeed_cmd_env", DEEPSPEED)
+prepare_deepspeed_cmd_env = missing_function("prepare_deepspeed_cmd_env", LAUNCHER_STEPS)
 prepare_sagemager_args_inputs = missing_function("prepare_sagemager_args_inputs", SAGEMAKER)
 prepare_tpu = missing_function("prepare_tpu", TPU)
 PrepareForLaunch = missing_class("PrepareForLaunch", LAUNCHER_STEPS)

@@ -16,9 +16,8 @@ ENGINES = {"deepspeed": DistributedType.DEEPSPEED, "megatron_lm": DistributedTyp
 def engine_questions() -> list[Question]:
     """Return the questions about DeepSpeed and Megatron-LM."""
     names = (NO_ENGINE, *ENGINES)
-    refused = " (this version cannot run them)" if note_of("use_deepspeed") else ""
     first = question(
-        ENGINE, f"Which other engine{refused}?", NO_ENGINE, "deepspeed and megatron_lm are run by Accelerate.",
+        ENGINE, "Which other engine?", NO_ENGINE, "This version cannot run megatron_lm; Accelerate does.",
         choice(*names), when=lambda answers: not answers["use_fsdp"],
     )  # fmt: skip
     return [first, *_deepspeed(), *_megatron_lm()]
@@ -103,8 +102,9 @@ def _deepspeed() -> list[Question]:
                  YES_OR_NO, when=is_third),
         question("deepspeed_moe_layer_cls_names", "The classes of mixture-of-experts layers, with commas?", "",
                  "An empty line: the model has none.", TEXT, when=is_third),
-        question("deepspeed_multinode_launcher", "Which launcher for several machines?", "pdsh",
-                 "standard needs no hostfile.", choice(*DEEPSPEED_MULTINODE_LAUNCHERS), when=on_machines),
+        question("deepspeed_multinode_launcher", "Which launcher for several machines?", "standard",
+                 "standard: run it on each machine. Only Accelerate can run the others.",
+                 choice(*DEEPSPEED_MULTINODE_LAUNCHERS), when=on_machines),
         question("deepspeed_hostfile", "The hostfile?", None, "A line for each machine, as `host slots=8`.", FILLED,
                  when=lambda answers: on_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard"),
     ]  # fmt: skip

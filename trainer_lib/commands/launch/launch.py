@@ -14,7 +14,7 @@ from trainer_lib.commands.launch.launch_parser import launch_parser, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.missing_features import DEEPSPEED, TPU, missing_function
+from trainer_lib.foundation.missing_features import TPU, missing_function
 from trainer_lib.launchers import launch_plan
 from trainer_lib.launchers.config_file import SageMakerConfig
 from trainer_lib.launchers.launch_options import SETTINGS
@@ -265,7 +265,7 @@ def _say_nothing(message: str) -> None:
 
 
 # One launcher for all kinds of worlds, under Accelerate's names.
-simple_launcher = multi_gpu_launcher = launch_command
+simple_launcher = multi_gpu_launcher = deepspeed_launcher = launch_command
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
@@ -286,6 +286,5 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
         raise SystemExit(code)
 
 
-deepspeed_launcher = missing_function("deepspeed_launcher", DEEPSPEED)
 tpu_launcher = missing_function("tpu_launcher", TPU)
 tpu_pod_launcher = missing_function("tpu_pod_launcher", TPU)

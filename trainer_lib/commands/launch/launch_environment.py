@@ -21,6 +21,7 @@ def script_variables(values: LaunchValues) -> dict[str, str]:
         **_of_compilation(values),
         **_of_fp8(values),
         **_of_fsdp(values),
+        **_of_deepspeed(values),
         **_of_parallelism(values),
     }
 
@@ -63,6 +64,14 @@ def _of_fsdp(values: LaunchValues) -> dict[str, str]:
     names = [
         name for name in settings if not values.is_inherited(name) and (values.is_asked(name) or name not in left_out)
     ]
+    return {_variable(name): _lower(values[name]) for name in names}
+
+
+def _of_deepspeed(values: LaunchValues) -> dict[str, str]:
+    if not values["use_deepspeed"]:
+        return {}
+    names = [name for name, setting in SETTINGS.items() if setting.group == "deepspeed" and values.is_asked(name)]
+    names = [name for name in names if _variable(name) and not values.is_inherited(name)]
     return {_variable(name): _lower(values[name]) for name in names}
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.missing_features import refusal
+from trainer_lib.foundation.missing_features import DEEPSPEED_HOSTS, refusal
 from trainer_lib.launchers.config_file import find_config_file, read_file
 from trainer_lib.launchers.config_reader import is_sagemaker
 from trainer_lib.launchers.launch_options import SETTINGS
@@ -26,9 +26,9 @@ _OPTION_OF_WORLD = {
 }
 _MULTI_GPU = "multi_gpu"  # that of all others
 _WORLDS = (_MULTI_GPU, "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-# Parts of a file that count only if `distributed_type` asks for them, which is refused itself, and what is for
-# SageMaker alone.
-_IDLE_SECTIONS = ("deepspeed_config", "megatron_lm_config", "additional_args")
+# Parts of a file that count only if `distributed_type` asks for what is refused, and what is for SageMaker alone.
+_IDLE_SECTIONS = ("megatron_lm_config", "additional_args")
+_OF_DEEPSPEED = "deepspeed_config"  # its window and clipping are those of runs with DeepSpeed alone
 _NOT_INHERITED = ("num_cpu_threads_per_process",)  # OMP_NUM_THREADS may be a list
 
 
@@ -99,13 +99,16 @@ class LaunchValues:
             self.sagemaker = values  # its world is SageMaker's
         else:
             self._take_world(values, file, given)
+            if given.get("use_deepspeed"):
+                self.set("use_deepspeed", True, str(file))
         self._take_entries(values, str(file))
 
     def _take_entries(self, values: Mapping[str, Any], source: str) -> None:
+        idle = _IDLE_SECTIONS if self["use_deepspeed"] else (*_IDLE_SECTIONS, _OF_DEEPSPEED)
         names = {setting.file_key: name for name, setting in SETTINGS.items() if not setting.section}
         for key, value in values.items():
             entries = value if isinstance(value, dict) else {names[key]: value} if key in names else {}
-            for name, entry in ({} if key in _IDLE_SECTIONS else entries).items():
+            for name, entry in ({} if key in idle else entries).items():
                 self._take_entry(name, entry, source)
 
     def _take_world(self, values: Mapping[str, Any], file: Path, given: Mapping[str, Any]) -> None:
@@ -168,7 +171,12 @@ def _check_needs(values: LaunchValues) -> None:
                 raise ConfigurationError(
                     f"--{name} has no effect without --mixed_precision fp8. Add it, or leave --{name} out."
                 )
-    for switch, group in (("use_fsdp", "fsdp"), ("use_parallelism_config", "parallelism")):
+    way = values["deepspeed_multinode_launcher"]
+    is_given = values.source("deepspeed_multinode_launcher")[:2] == "--"
+    if way not in (None, "standard") and values["use_deepspeed"] and (is_given or values["num_machines"] > 1):
+        raise refusal(f"deepspeed_multinode_launcher={way}", DEEPSPEED_HOSTS)
+    groups = (("use_fsdp", "fsdp"), ("use_deepspeed", "deepspeed"), ("use_parallelism_config", "parallelism"))
+    for switch, group in groups:
         for name, setting in SETTINGS.items():
             if setting.group == group and not values[switch] and name != switch and values.source(name)[:2] == "--":
                 raise ConfigurationError(f"--{name} has no effect without --{switch}. Add --{switch}, or leave it out.")

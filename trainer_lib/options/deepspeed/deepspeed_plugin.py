@@ -8,6 +8,7 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.base import check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
 from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig
+from trainer_lib.options.deepspeed.launcher_values import fill_from_launcher
 
 KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -36,6 +37,7 @@ class DeepSpeedPlugin:
 
     A field that is set adds its value to the file's, or replaces an `"auto"`; one that differs from the file's value
     is an error that names both. Afterwards fields have the file's values, and `deepspeed_config` is the whole.
+    Fields that are left out have the launcher's values (`launch --use_deepspeed`) if there are any.
     Stage 0 trains with DDP. The accumulation window, clipping and precision stay the Accelerator's at every stage.
 
     Args:
@@ -81,6 +83,7 @@ class DeepSpeedPlugin:
         self._notes: list[str] = []
         self._filled: dict[str, Any] = {}
         self._refuse_msamp()
+        fill_from_launcher(self)
         if self.hf_ds_config is None:
             self.hf_ds_config = _WITHOUT_FILE
             self.zero_stage = 2 if self.zero_stage is None else self.zero_stage

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer_lib.accelerator import Accelerator
-from trainer_lib.foundation.environment import mixed_precision_requested
+from trainer_lib.foundation.environment import deepspeed_requested, mixed_precision_requested
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.options.compile_options import TorchDynamoPlugin
@@ -33,7 +33,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     if args.fsdp:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
     precision = args.mixed_precision
-    if args.deepspeed is not None:
+    if args.deepspeed is not None or deepspeed_requested():
         plugin = deepspeed_plugin(args, PartialState(args.use_cpu).num_processes)
         options["deepspeed_plugin"] = plugin
         precision = plugin.agreed_precision(precision)
