@@ -127,9 +127,10 @@ def test_arguments_fill_what_is_auto_from_a_file(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb' .* and optimizer='adamw' in the arguments"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad .* not known here"),
         (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}},
             "warmup_num_steps is 5 in the",
         ),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is 'OneCycle' .* and lr_scheduler='linear' in the arg"),
     ],
 )
 def test_a_config_that_contradicts_the_arguments_is_refused(values: dict[str, Any], message: str) -> None:

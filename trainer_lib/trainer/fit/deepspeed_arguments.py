@@ -10,6 +10,13 @@ from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
 # Of the optimizer named in the arguments.
 _OPTIMIZERS = {"adamw": ("AdamW", "Adam"), "adam": ("Adam",), "sgd": ("SGD",), "adagrad": ("Adagrad",)}
+# DeepSpeed's schedule for each one named in the arguments.
+_SCHEDULES = {
+    "constant": "WarmupLR",
+    "constant_with_warmup": "WarmupLR",
+    "linear": "WarmupDecayLR",
+    "cosine": "WarmupCosineLR",
+}
 # DeepSpeed's ways to compute the same.
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "bias_correction")
 
@@ -24,7 +31,7 @@ def deepspeed_plugin(args: TrainingArguments, num_processes: int) -> DeepSpeedPl
     given: Any = args.deepspeed
     plugin = given if isinstance(given, DeepSpeedPlugin) else DeepSpeedPlugin(given)
     _check_optimizer(plugin, args)
-    _check_schedule(plugin)
+    _check_schedule(plugin, args)
     config = plugin.hf_ds_config
     values = training_values(
         micro_batch_size=args.train_batch_size_for(num_processes),
@@ -63,7 +70,17 @@ def _check_optimizer(plugin: DeepSpeedPlugin, args: TrainingArguments) -> None:
         )
 
 
-def _check_schedule(plugin: DeepSpeedPlugin) -> None:
+def _check_schedule(plugin: DeepSpeedPlugin, args: TrainingArguments) -> None:
+    kind = plugin.get_value("scheduler.type")
+    if kind is None:
+        return
+    if kind != _SCHEDULES.get(args.lr_scheduler):
+        raise UnsupportedError(
+            f"scheduler.type is {kind!r} in the DeepSpeed config and lr_scheduler={args.lr_scheduler!r} in the "
+            f"arguments, which make the schedule. These are alike: "
+            f"{', '.join(f'{theirs} and {ours!r}' for ours, theirs in _SCHEDULES.items())}. Change one of them, or "
+            "remove the section `scheduler`."
+        )
     params = plugin.get_value("scheduler.params", {})
     fixed = [name for name, value in params.items() if value != AUTO]
     if fixed:
