@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.duration import Every
+from trainer_lib.options.enums import DynamoBackend
 from trainer_lib.processes.exit_codes import is_interactive
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.fit.context import FitContext
@@ -25,6 +26,7 @@ def banner(context: FitContext, signals: Signals, deadline: Deadline, columns: i
         "devices": _devices(context),
         **_launcher(),
         **_mesh(context),
+        **_compilation(context),
         "batch": _batch(context),
         "length": _length(context),
         "optimizer": _optimizers(context),
@@ -94,6 +96,20 @@ def _launcher() -> dict[str, str]:
 def _mesh(context: FitContext) -> dict[str, str]:
     config = context.run.accelerator.parallelism_config
     return {} if config is None or not config.active_mesh_dims else {"mesh": config.describe()}
+
+
+def _compilation(context: FitContext) -> dict[str, str]:
+    plugin = context.run.accelerator.state.dynamo_plugin
+    if not plugin.is_active:
+        return {}
+    backend = plugin.to_kwargs()["backend"]
+    what = "repeated blocks" if plugin.use_regional_compilation else "the whole model"
+    kept = ""
+    if plugin.backend == DynamoBackend.INDUCTOR:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        kept = f", compiled code is kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
+    return {"compilation": f"{what} by {getattr(backend, '__name__', backend)}{kept}"}
 
 
 def _batch(context: FitContext) -> str:
