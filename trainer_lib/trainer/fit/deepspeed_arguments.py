@@ -75,7 +75,7 @@ def _check_schedule(plugin: DeepSpeedPlugin, args: TrainingArguments) -> None:
     if kind is None:
         return
     if kind != _SCHEDULES.get(args.lr_scheduler):
-        raise UnsupportedError(
+        raise ConfigurationError(
             f"scheduler.type is {kind!r} in the DeepSpeed config and lr_scheduler={args.lr_scheduler!r} in the "
             f"arguments, which make the schedule. These are alike: "
             f"{', '.join(f'{theirs} and {ours!r}' for ours, theirs in _SCHEDULES.items())}. Change one of them, or "
