@@ -3,12 +3,15 @@
 import ast
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import did_you_mean
+
+_MANY = 100  # modules
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -41,15 +44,17 @@ def _without_collections() -> Generator[None]:
     """Import without garbage collections: hundreds of new modules would set off one over all that torch has made.
 
     What was imported stays, so it moves to the oldest generation. In the youngest, the next allocation would set off a
-    collection that takes 10 ms and finds nothing.
+    collection that takes 10 ms and finds nothing. Frozen objects are counted one by one, so only after large imports.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # `unfreeze` would return what the program froze as well
+            if (
+                len(sys.modules) - modules > _MANY and not gc.get_freeze_count()
+            ):  # `unfreeze` would return what the program froze as well
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
