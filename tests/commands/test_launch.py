@@ -405,11 +405,13 @@ def test_a_machine_starts_again_with_another_whose_processes_wait(script: Any, t
         "from trainer_lib import PartialState",
         "state = PartialState(timeout=datetime.timedelta(seconds=40))",
         f"began = {str(tmp_path)!r} + '/' + os.environ['RANK']",
+        "port = os.environ['MASTER_PORT']",
         "if not os.path.exists(began):",
-        "    open(began, 'w').close()",
+        "    open(began, 'w').write(port)",
         "    assert state.process_index == 0, 'it dies once'",
         "    time.sleep(60)",
-        "print(os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'])",
+        "is_new = port != open(began).read()",
+        "print(os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], is_new)",
     )
     with socket.create_server(("", 0)) as listener:
         port = str(listener.getsockname()[1])
@@ -419,7 +421,7 @@ def test_a_machine_starts_again_with_another_whose_processes_wait(script: Any, t
         forked(*shared, "--machine_rank", "0", path) as first,
         forked(*shared, "--machine_rank", "1", path) as second,
     ):
-        assert sorted(machine.stdout.read() for machine in (first, second)) == ["0 1\n", "1 1\n"]
+        assert sorted(machine.stdout.read() for machine in (first, second)) == ["0 1 True\n", "1 1 True\n"]
         assert [machine.code() for machine in (first, second)] == [0, 0]
 
 
@@ -533,6 +535,10 @@ def test_nothing_is_left_in_the_temporary_folder(
         (
             ["--use_deepspeed", "--deepspeed_multinode_launcher", "pdsh"],
             "deepspeed_multinode_launcher=pdsh needs a lau",
+        ),
+        (
+            ["--use_fsdp", "--use_deepspeed"],
+            "use_fsdp (--use_fsdp) and use_deepspeed (--use_deepspeed) both say how mod",
         ),
         (["--use-megatron-lm"], "--use-megatron-lm needs Megatron-LM, which this version does not have."),
         (["--tpu"], "--tpu needs TPUs, which this version does not have."),

@@ -31,6 +31,7 @@ from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
 # After a death the other processes cannot continue, and may wait for the dead one in an uninterruptible collective.
 _GRACE_AFTER_DEATH = 3
 
+_ROUNDS = ("c10d", "etcd-v2")  # backends by which machines meet again and again
 _POLL = 0.05  # seconds between two checks for processes that still save
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 _SIGNALS = tuple(
@@ -126,7 +127,7 @@ class _Agent(_TorchAgent):
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)
-        if self._plan.num_machines == 1 or self._plan.rdzv_backend == "static":
+        if self._plan.num_machines == 1 or self._plan.rdzv_backend not in _ROUNDS:
             return
         machine, machines = worker_group.group_rank, worker_group.group_world_size
         address, used = own_address(self._plan.endpoint), self._plan.max_restarts - self._remaining_restarts
