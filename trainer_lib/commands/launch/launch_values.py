@@ -72,6 +72,7 @@ class LaunchValues:
         if given.get(_MULTI_GPU) and self["cpu"]:
             self.set("cpu", False, f"--{_MULTI_GPU}")
         _check_needs(self)
+        _check_engines(self)
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of a setting."""
@@ -171,12 +172,21 @@ def _check_needs(values: LaunchValues) -> None:
                 raise ConfigurationError(
                     f"--{name} has no effect without --mixed_precision fp8. Add it, or leave --{name} out."
                 )
-    way = values["deepspeed_multinode_launcher"]
-    is_given = values.source("deepspeed_multinode_launcher")[:2] == "--"
-    if way not in (None, "standard") and values["use_deepspeed"] and (is_given or values["num_machines"] > 1):
-        raise refusal(f"deepspeed_multinode_launcher={way}", DEEPSPEED_HOSTS)
     groups = (("use_fsdp", "fsdp"), ("use_deepspeed", "deepspeed"), ("use_parallelism_config", "parallelism"))
     for switch, group in groups:
         for name, setting in SETTINGS.items():
             if setting.group == group and not values[switch] and name != switch and values.source(name)[:2] == "--":
                 raise ConfigurationError(f"--{name} has no effect without --{switch}. Add --{switch}, or leave it out.")
+
+
+def _check_engines(values: LaunchValues) -> None:
+    """Raise for two engines, and for a way to start DeepSpeed that this version does not have."""
+    if values["use_fsdp"] and values["use_deepspeed"]:
+        raise ConfigurationError(
+            f"use_fsdp ({values.source('use_fsdp')}) and use_deepspeed ({values.source('use_deepspeed')}) both say how "
+            "models are sharded. Leave out one of them."
+        )
+    way = values["deepspeed_multinode_launcher"]
+    is_given = values.source("deepspeed_multinode_launcher")[:2] == "--"
+    if way not in (None, "standard") and values["use_deepspeed"] and (is_given or values["num_machines"] > 1):
+        raise refusal(f"deepspeed_multinode_launcher={way}", DEEPSPEED_HOSTS)
