@@ -137,14 +137,8 @@ def deepspeed_requested() -> bool:
 
 
 def deepspeed_setting(name: str) -> str | None:
-    """The launcher's setting of DeepSpeed, such as `ZERO_STAGE`."""
-    text = os.environ.get(f"ACCELERATE_DEEPSPEED_{name}")
-    return None if text in (None, "", "None") else text
-
-
-def clipping_requested() -> str | None:
-    """The launcher's largest norm of the gradients, for DeepSpeed."""
-    text = os.environ.get("ACCELERATE_GRADIENT_CLIPPING")
+    """The launcher's setting of DeepSpeed, such as `DEEPSPEED_ZERO_STAGE` or `GRADIENT_CLIPPING`."""
+    text = os.environ.get(f"ACCELERATE_{name}")
     return None if text in (None, "", "None") else text
 
 

@@ -13,17 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.strategies.test_deepspeed import needs_deepspeed
 from tests.trainer.fit.test_sharded_runs import assert_same, run
 from tests.trainer.tasks import arguments, trainer
 from trainer_lib import ConfigurationError, DeepSpeedPlugin, UnsupportedError
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 
-needs_deepspeed = pytest.mark.skipif(
-    not is_deepspeed_available(), reason="DeepSpeed is not installed (the extra deepspeed)"
-)
 CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",

@@ -51,8 +51,7 @@ def _of_compilation(values: LaunchValues) -> dict[str, str]:
 def _of_fp8(values: LaunchValues) -> dict[str, str]:
     if str(values["mixed_precision"]).lower() != "fp8":
         return {}
-    names = [name for name, setting in SETTINGS.items() if setting.group == "fp8" and values.is_asked(name)]
-    return {_variable(name): _lower(values[name]) for name in names if not values.is_inherited(name)}
+    return _asked_of(values, "fp8")
 
 
 def _of_fsdp(values: LaunchValues) -> dict[str, str]:
@@ -70,9 +69,14 @@ def _of_fsdp(values: LaunchValues) -> dict[str, str]:
 def _of_deepspeed(values: LaunchValues) -> dict[str, str]:
     if not values["use_deepspeed"]:
         return {}
-    names = [name for name, setting in SETTINGS.items() if setting.group == "deepspeed" and values.is_asked(name)]
-    names = [name for name in names if _variable(name) and not values.is_inherited(name)]
-    return {_variable(name): _lower(values[name]) for name in names}
+    return _asked_of(values, "deepspeed")
+
+
+def _asked_of(values: LaunchValues, group: str) -> dict[str, str]:
+    names = [name for name, setting in SETTINGS.items() if setting.group == group and values.is_asked(name)]
+    return {
+        _variable(name): _lower(values[name]) for name in names if _variable(name) and not values.is_inherited(name)
+    }
 
 
 def _of_parallelism(values: LaunchValues) -> dict[str, str]:

@@ -5,16 +5,30 @@ from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.options.deepspeed.config_file import AUTO
 
-_TEXTS = {
-    "hf_ds_config": "CONFIG_FILE",
-    "offload_optimizer_device": "OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "OFFLOAD_PARAM_DEVICE",
-    "offload_optimizer_nvme_path": "OFFLOAD_OPTIMIZER_NVME_PATH",
-    "offload_param_nvme_path": "OFFLOAD_PARAM_NVME_PATH",
-    "transformer_moe_cls_names": "MOE_LAYER_CLS_NAMES",
+
+def _flag(text: str) -> bool:
+    return bool(environment.str_to_bool(text))
+
+
+def _number_or_auto(text: str) -> float | str:
+    return AUTO if text.lower() == AUTO else float(text)
+
+
+# Of each field: the variable without `ACCELERATE_`, and what reads its text.
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "hf_ds_config": ("DEEPSPEED_CONFIG_FILE", str),
+    "gradient_clipping": ("GRADIENT_CLIPPING", _number_or_auto),
+    "zero_stage": ("DEEPSPEED_ZERO_STAGE", int),
+    "offload_optimizer_device": ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
+    "offload_param_device": ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),
+    "offload_optimizer_nvme_path": ("DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", str),
+    "offload_param_nvme_path": ("DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", str),
+    "zero3_init_flag": ("DEEPSPEED_ZERO3_INIT", _flag),
+    "zero3_save_16bit_model": ("DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", _flag),
+    "transformer_moe_cls_names": ("DEEPSPEED_MOE_LAYER_CLS_NAMES", str),
 }
-_FLAGS = {"zero3_init_flag": "ZERO3_INIT", "zero3_save_16bit_model": "ZERO3_SAVE_16BIT_MODEL"}
 
 
 def fill_from_launcher(plugin: Any) -> None:
@@ -25,24 +39,11 @@ def fill_from_launcher(plugin: Any) -> None:
     """
     if not environment.deepspeed_requested():
         return
-    for name, value in _requested().items():
-        if getattr(plugin, name) is None:
-            setattr(plugin, name, value)
-
-
-def _requested() -> dict[str, Any]:
-    found: dict[str, Any] = {name: environment.deepspeed_setting(key) for name, key in _TEXTS.items()}
-    for name, key in _FLAGS.items():
-        found[name] = _parsed(key, environment.deepspeed_setting(key), lambda text: bool(environment.str_to_bool(text)))
-    found["zero_stage"] = _parsed("ZERO_STAGE", environment.deepspeed_setting("ZERO_STAGE"), int)
-    clipping = environment.clipping_requested()
-    is_auto = str(clipping).lower() == "auto"
-    found["gradient_clipping"] = "auto" if is_auto else _parsed("GRADIENT_CLIPPING", clipping, float)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _parsed(key: str, text: str | None, parse: Callable[[str], Any]) -> Any:
-    try:
-        return None if text is None else parse(text)
-    except ValueError as error:
-        raise ConfigurationError(f"The launcher's {key} of DeepSpeed cannot be read: {error}.") from None
+    for field, (name, read) in _VARIABLES.items():
+        text = environment.deepspeed_setting(name)
+        if text is None or getattr(plugin, field) is not None:
+            continue
+        try:
+            setattr(plugin, field, read(text))
+        except ValueError as error:
+            raise ConfigurationError(f"ACCELERATE_{name}={text} cannot be read: {error}.") from None
