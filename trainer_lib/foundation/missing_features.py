@@ -59,8 +59,6 @@ def _description(feature: MissingFeature) -> str:
     return f"Not available: this version does not have {feature.name}. {feature.instead}"
 
 
-_TRAINED_HERE = "This version trains on one device, with DDP, or with FSDP2 (FullyShardedDataParallelPlugin)."
-
 DEEPSPEED_HOSTS = MissingFeature(
     "a launch by pdsh or MPI from one machine",
     "Start `trainer-lib launch` on each machine, with --machine_rank and --main_process_ip.",
@@ -80,7 +78,11 @@ FSDP1_STEPS = MissingFeature(
 LAUNCHER_STEPS = MissingFeature(
     "Accelerate's separate steps of a launch", "Start scripts with `trainer-lib launch`, and see its options with -h."
 )
-MEGATRON_LM = MissingFeature("Megatron-LM", _TRAINED_HERE)
+MEGATRON_LM = MissingFeature(
+    "Megatron-LM",
+    "ParallelismConfig(tp_size=…, pp_size=…) splits matrices and layers, and "
+    "FullyShardedDataParallelPlugin shards states.",
+)
 PIPELINE_STEPS = MissingFeature("Accelerate's separate steps of a pipeline", "prepare_pippy does them all.")
 SAGEMAKER = MissingFeature(
     "the arguments of SageMaker's Python package",

@@ -294,6 +294,6 @@ def refuse_engines(**plugins: Any) -> None:
     for name, plugin in plugins.items():
         if plugin is not None:
             raise UnsupportedError(
-                f"{name}={plugin!r} is not supported: this version trains on one device, with DDP, with FSDP2 and with "
-                "tensor parallelism. Leave it out."
+                f"{name}={plugin!r} is not supported: this version splits and shards models by ParallelismConfig, "
+                "FullyShardedDataParallelPlugin and DeepSpeedPlugin. Leave it out."
             )
