@@ -52,9 +52,8 @@ def _without_collections() -> Generator[None]:
         yield
     finally:
         if was_enabled:
-            if (
-                len(sys.modules) - modules > _MANY and not gc.get_freeze_count()
-            ):  # `unfreeze` would return what the program froze as well
+            # `unfreeze` would return what the program froze as well.
+            if len(sys.modules) - modules > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

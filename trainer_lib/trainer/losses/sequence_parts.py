@@ -24,14 +24,13 @@ _TOLERANCE_OF_LOW_PRECISION = 2e-2
 
 
 def training_step_of(trainer: TrainerInterface) -> TrainingStep:
-    """Return the trainer's `training_step`; where ranks share sequences, one that gets this rank's part of a batch.
+    """Return a `training_step` that gets this rank's part of a batch, where ranks share sequences.
 
     Raises:
         UnsupportedError: If something else that is asked for needs whole sequences.
     """
     split = trainer.accelerator.sequence_split
-    if not isinstance(split, ContextParallel):
-        return trainer.training_step
+    assert isinstance(split, ContextParallel)  # else no ranks share sequences
     if trainer.args.per_device_train_batch_size == AUTO:
         raise UnsupportedError(
             'per_device_train_batch_size="auto" splits batches on a rank that runs out of memory, and with cp_size or '
