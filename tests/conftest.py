@@ -39,6 +39,7 @@ _OF_MODELS = ("torch.distributed.pipelining", "transformers.models.gpt2.modeling
 _MANY = 30  # tests that import these sooner or later
 
 torch.set_num_threads(1)  # tests with several processes share few cores
+os.environ.pop("PYTHONUNBUFFERED", None)  # with it, the end of a line is a write of its own: lines of two ranks mix
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
