@@ -26,6 +26,7 @@ from trainer_lib.hooks import (
 from trainer_lib.modules.device_placement import (
     Device,
     check_device_map,
+    check_device_same,
     has_offloaded_params,
     read_device,
     split_device_map,
@@ -102,7 +103,8 @@ def dispatch_model(
     on_disk = [name for name, device in devices.items() if device == "disk"]
     offloaded = [*on_disk, *(name for name, device in devices.items() if device == _CPU and main != _CPU)]
     if not offloaded and len(set(devices.values())) == 1 and not force_hooks:
-        model.to(main)
+        if any(not check_device_same(tensor.device, main) for tensor in (*model.parameters(), *model.buffers())):
+            model.to(main)
         vars(model)["hf_device_map"] = dict(device_map)
         return model
     weights = _offloaded_weights(model, offloaded, on_disk, state_dict, offload_dir, offload_index)

@@ -33,7 +33,7 @@ from trainer_lib.foundation.errors import (
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.device_placement import Device, read_device
 from trainer_lib.modules.module_kinds import model_has_dtensor
-from trainer_lib.modules.quantized_layers import is_quantized, weight_of
+from trainer_lib.modules.quantized_layers import is_quantized
 from trainer_lib.modules.state import check_fits, inner_module
 from trainer_lib.state import PartialState
 from trainer_lib.tensor_files.offloaded_weights import Index
@@ -223,7 +223,6 @@ def load_by_map(
     _refuse_sharded(model)
     device_map = {name: read_device(device) for name, device in device_map.items()}
     folder = None if offload_folder is None else Path(offload_folder)
-    names = list(model.state_dict(keep_vars=True))
     with checked_weights(checkpoint) as files:
         if files != Path(str(checkpoint)).expanduser() and "disk" in device_map.values():
             raise UnsupportedError(
@@ -231,10 +230,9 @@ def load_by_map(
             )
         if strict:
             check_fits(model, WeightFiles(files).shapes_for(model.state_dict(keep_vars=True)), strict)
-        loaded, unexpected, index = load_by_device_map(
+        missing, unexpected, index = load_by_device_map(
             model, files, device_map, folder, _dtype(dtype), keep_in_fp32, offload_buffers
         )
-    missing = [name for name in names if name not in loaded and weight_of(name) not in names]
     _warn(missing, sorted(unexpected), checkpoint)
     return index
 

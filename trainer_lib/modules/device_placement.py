@@ -160,7 +160,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         ConfigurationError: With the names that have none.
     """
     names = model.state_dict(keep_vars=True)
-    left_out = [name for name in names if not any(_is_inside(name, place) for place in device_map)]
+    left_out = [name for name in names if device_of(name, device_map) is None]
     if left_out:
         raise ConfigurationError(
             f"device_map names no device for {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}. Add them, "
@@ -287,5 +287,6 @@ def device_of(name: str, device_map: Mapping[str, _Device]) -> _Device | None:
         >>> device_of("encoder.layer.weight", {"": "cpu", "encoder": 0})
         0
     """
-    places = [place for place in device_map if _is_inside(name, place)]
-    return device_map[max(places, key=len)] if places else None
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)

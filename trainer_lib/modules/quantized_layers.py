@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -133,13 +134,14 @@ def _options(weight: Any) -> dict[str, Any]:
 
 
 def _is_4bit(tensor: Any) -> bool:
-    return _is_a(tensor, "Params4bit")
+    return _is_of(type(tensor), "Params4bit")
 
 
 def _is_8bit(tensor: Any) -> bool:
-    return _is_a(tensor, "Int8Params") and not tensor.has_fp16_weights
+    return _is_of(type(tensor), "Int8Params") and not tensor.has_fp16_weights
 
 
-def _is_a(tensor: Any, name: str) -> bool:
+@lru_cache(maxsize=64)
+def _is_of(kind: type, name: str) -> bool:
     # By name: bitsandbytes need not be installed, and takes seconds to import.
-    return any(base.__name__ == name and base.__module__.startswith("bitsandbytes") for base in type(tensor).__mro__)
+    return any(base.__name__ == name and base.__module__.startswith("bitsandbytes") for base in kind.__mro__)

@@ -1,7 +1,7 @@
 """Tensors that are mapped from a file: nothing is copied, and what is not used is not read."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -28,9 +28,19 @@ def map_or_read(path: Path, location: TensorLocation, is_read_now: bool = False)
         location: Where the tensor is in it.
         is_read_now: See `map_tensor`.
     """
-    if location.start % (ALIGNMENT if location.dtype in _ALIGNED else location.dtype.itemsize):
+    if not _is_aligned(location):
         return read_tensor(path, *location)
     return map_tensor(path, *location, is_read_now=is_read_now)
+
+
+def map_or_read_all(path: Path, locations: Mapping[str, TensorLocation]) -> dict[str, Tensor]:
+    """Return tensors of a file by name, as `map_or_read` does, with one mapping for all of them."""
+    mapped = {name: location for name, location in locations.items() if _size(location) and _is_aligned(location)}
+    values = {name: read_tensor(path, *location) for name, location in locations.items() if name not in mapped}
+    if mapped:
+        memory = _map(path, max(location.start + _size(location) for location in mapped.values()), 0)
+        values |= {name: _view(memory, *location) for name, location in mapped.items()}
+    return values
 
 
 def map_tensor(
@@ -52,12 +62,28 @@ def map_tensor(
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     before = start % mmap.ALLOCATIONGRANULARITY
-    try:
-        with path.open("rb") as file:
-            memory = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY, offset=start - before)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    memory = _map(path, before + size, start - before)
     if is_read_now:
         with suppress(OSError, AttributeError):  # a hint: without it pages are read when they are used
             memory.madvise(_POPULATE_READ)
-    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=before).reshape(tuple(shape))
+    return _view(memory, dtype, shape, before)
+
+
+def _size(location: TensorLocation) -> int:
+    return prod(location.shape) * location.dtype.itemsize
+
+
+def _is_aligned(location: TensorLocation) -> bool:
+    return location.start % (ALIGNMENT if location.dtype in _ALIGNED else location.dtype.itemsize) == 0
+
+
+def _map(path: Path, size: int, start: int) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _view(memory: mmap.mmap, dtype: torch.dtype, shape: Sequence[int], start: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).reshape(tuple(shape))

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +39,7 @@ _NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _METADATA = {"format": "pt"}  # transformers refuses files without it
+_Named = TypeVar("_Named")
 ALIGNMENT = 64  # bytes, as torch aligns its memory: some kernels round differently elsewhere
 
 
@@ -108,16 +109,24 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
     return with_aliases(tensors, aliases)
 
 
-def with_aliases(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors under all their names, including the aliases in the metadata."""
+def with_aliases(tensors: dict[str, _Named], metadata: Mapping[str, str]) -> dict[str, _Named]:
+    """Return tensors, or what is known of them, under all their names, including the aliases in the metadata."""
     aliases = {name: tensors[first] for name, first in metadata.items() if name not in _METADATA and first in tensors}
     return {**aliases, **tensors}
 
 
 def read_shapes(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return the dtypes and shapes of the tensors in a file, under all their names, without reading them."""
-    shapes, metadata = read_header(path)
-    return {**{name: shapes[first] for name, first in metadata.items() if first in shapes}, **shapes}
+    return {name: (location.dtype, location.shape) for name, location in locate_tensors(path).items()}
+
+
+def locate_tensors(path: Path) -> dict[str, TensorLocation]:
+    """Return the locations of the tensors in a file, under all their names.
+
+    Raises:
+        CheckpointError: If it is not a safetensors file.
+    """
+    return with_aliases(*read_locations(path))
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, torch.Size]], dict[str, str]]:

@@ -33,7 +33,7 @@ def load_by_device_map(
     dtype: torch.dtype | None = None,
     keep_in_fp32: Iterable[str] = (),
     offload_buffers: bool = False,
-) -> tuple[set[str], set[str], Index]:
+) -> tuple[list[str], set[str], Index]:
     """Load weights, one file at a time; those on the disk stay in their safetensors files.
 
     Args:
@@ -46,7 +46,7 @@ def load_by_device_map(
         offload_buffers: Whether buffers of modules on the disk stay there too; otherwise they are loaded.
 
     Returns:
-        The names that were loaded, those that the model does not have, and the index of weights on the disk.
+        The names that the files do not have, those that the model does not have, and the index of weights on the disk.
 
     Raises:
         StateError: If a weight has another shape than the model's.
@@ -72,8 +72,9 @@ def load_by_device_map(
             placed.entries |= {name: _entry(path, name, kind) for name, kind in of_file.items()}
     loaded = wanted | _load_tied(model, ties, device_map, wanted, placed.index, placed.entries)
     placed.save_index()
+    missing = [name for name in state if name not in loaded and weight_of(name) not in state]
     unexpected = {name for name in files.shapes if name not in state and not files.is_statistics(name)}
-    return loaded, unexpected, placed.index
+    return missing, unexpected, placed.index
 
 
 class _Placed:
@@ -82,7 +83,8 @@ class _Placed:
     def __init__(
         self, model: nn.Module, files: WeightFiles, device_map: Mapping[str, Device], folder: str | Path | None
     ) -> None:
-        self._model, self._files, self._device_map, self._folder = model, files, device_map, folder
+        self._files, self._device_map, self._folder = files, device_map, folder
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self.index: Index = {}
         self._written: list[str] = []  # names of weights that have a file in the folder
         self.entries: dict[str, dict[str, Any]] = {}  # of weights in safetensors files
@@ -136,7 +138,7 @@ class _Placed:
 
     def _quantize_to_disk(self, name: str, value: Tensor, kind: torch.dtype) -> None:
         self._put(name, "cpu", value, kind)
-        layer = self._model.get_submodule(name.rpartition(".")[0])
+        layer = self._modules[name.rpartition(".")[0]]
         prefix = name.removesuffix("weight")
         for part, tensor in layer.state_dict(prefix=prefix).items():
             if part == name or weight_of(part) == name:
@@ -145,17 +147,17 @@ class _Placed:
         release_statistics(layer)
 
     def _put(self, name: str, device: Any, value: Tensor, kind: torch.dtype) -> None:
-        layer, current = self._model.get_submodule(name.rpartition(".")[0]), self._slot(name)
+        owner, _, last = name.rpartition(".")
+        layer, current = self._modules[owner], self._slot(name)
         if is_quantized(current):
             whole = value.to(kind) if value.is_floating_point() else value
-            new = quantize(layer, current, whole, device, self._files.statistics(name))
-            parameter_slots(layer)[name.rpartition(".")[2]] = new
+            parameter_slots(layer)[last] = quantize(layer, current, whole, device, self._files.statistics(name))
         else:
-            set_module_tensor_to_device(self._model, name, device, value, kind)
+            set_module_tensor_to_device(layer, last, device, value, kind)
 
     def _slot(self, name: str) -> Any:
         owner, _, last = name.rpartition(".")
-        return parameter_slots(self._model.get_submodule(owner)).get(last)
+        return parameter_slots(self._modules[owner]).get(last)
 
     def _write(self, name: str, value: Tensor) -> None:
         if self._folder is None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from trainer_lib.modules.quantized_layers import is_quantized, weight_of
-from trainer_lib.tensor_files.load_tensors import load_tensor, load_tensors, locate_tensor
-from trainer_lib.tensor_files.map_tensor import map_or_read
+from trainer_lib.tensor_files.load_tensors import load_tensor, load_tensors
+from trainer_lib.tensor_files.map_tensor import map_or_read_all
+from trainer_lib.tensor_files.safetensors import locate_tensors
 from trainer_lib.tensor_files.weights_index import files_of_weights, load_state_dict, read_file_shapes
 
 
@@ -26,7 +27,8 @@ class WeightFiles:
 
     def __init__(self, checkpoint: Path) -> None:
         self.paths = files_of_weights(checkpoint)
-        self._of_path = {path: read_file_shapes(path) for path in self.paths}
+        self._locations = {path: locate_tensors(path) for path in self.paths if path.suffix == ".safetensors"}
+        self._of_path = {path: self._read_shapes(path) for path in self.paths}
         self.path_of = {name: path for path, shapes in self._of_path.items() for name in shapes}
 
     @cached_property
@@ -56,9 +58,14 @@ class WeightFiles:
 
     def map(self, path: Path, names: Iterable[str]) -> dict[str, Tensor]:
         """Return weights of one file that are read when they are used, as far as its format allows it."""
-        if path.suffix != ".safetensors":
+        if path not in self._locations:
             return self.read(path, names)
-        return {name: map_or_read(path, locate_tensor(path, name)) for name in names}
+        return map_or_read_all(path, {name: self._locations[path][name] for name in names})
+
+    def _read_shapes(self, path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        if path not in self._locations:
+            return read_file_shapes(path)
+        return {name: (location.dtype, location.shape) for name, location in self._locations[path].items()}
 
     def statistics(self, name: str) -> dict[str, Tensor]:
         """Return the statistics of a quantized weight, which may be in another file; none of a whole one."""
