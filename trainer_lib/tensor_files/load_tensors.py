@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.tensor_files.reused_memory import ReusedMemory
 from trainer_lib.tensor_files.safetensors import TensorLocation, read_locations, with_aliases
 
 _PIECE = 16 << 20  # bytes that a thread reads at a time
@@ -66,19 +67,22 @@ def locate_tensor(path: Path, name: str) -> TensorLocation:
     return location
 
 
-def read_tensor(path: Path, dtype: torch.dtype, shape: Sequence[int], start: int = 0) -> Tensor:
-    """Read the values of a tensor, which lie in a file one after the other, into new memory.
+def read_tensor(
+    path: Path, dtype: torch.dtype, shape: Sequence[int], start: int = 0, memory: ReusedMemory | None = None
+) -> Tensor:
+    """Read the values of a tensor, which lie in a file one after the other.
 
     Args:
         path: The file.
         dtype: The type of the values.
         shape: The shape of the tensor.
         start: The byte of the file at which they begin.
+        memory: What gives the tensor its memory; by default it is new.
 
     Raises:
         CheckpointError: If the file cannot be read or is too short.
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty(tuple(shape), dtype=dtype) if memory is None else memory.take(dtype, shape)
     try:
         with path.open("rb", buffering=0) as file:
             for piece in _pieces(tensor, start):

@@ -11,13 +11,16 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files.load_tensors import read_tensor
+from trainer_lib.tensor_files.reused_memory import ReusedMemory
 from trainer_lib.tensor_files.safetensors import ALIGNMENT, TensorLocation
 
 _POPULATE_READ = 22  # of Linux's madvise, from 5.14 on
 _ALIGNED = (torch.float32, torch.float64, torch.complex64)
 
 
-def map_or_read(path: Path, location: TensorLocation, is_read_now: bool = False) -> Tensor:
+def map_or_read(
+    path: Path, location: TensorLocation, is_read_now: bool = False, memory: ReusedMemory | None = None
+) -> Tensor:
     """Return a tensor of a file: mapped if its values are used there as in memory, otherwise read.
 
     Products of matrices and vectors in fp32 are rounded differently if their memory is not aligned: results would
@@ -27,9 +30,10 @@ def map_or_read(path: Path, location: TensorLocation, is_read_now: bool = False)
         path: The file; see `map_tensor`.
         location: Where the tensor is in it.
         is_read_now: See `map_tensor`.
+        memory: What gives memory to a tensor that is read.
     """
     if not _is_aligned(location):
-        return read_tensor(path, *location)
+        return read_tensor(path, *location, memory=memory)
     return map_tensor(path, *location, is_read_now=is_read_now)
 
 

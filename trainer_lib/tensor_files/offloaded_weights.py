@@ -15,6 +15,7 @@ from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.tensor_files.load_tensors import locate_tensor
 from trainer_lib.tensor_files.map_tensor import map_or_read, map_tensor
+from trainer_lib.tensor_files.reused_memory import ReusedMemory
 
 _INDEX = "index.json"
 _ENDING = ".dat"
@@ -177,6 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             index if index is not None else {} if save_folder is None else _read_index(Path(save_folder) / _INDEX)
         )
         self.device = device
+        self._memory = ReusedMemory()
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
@@ -186,7 +188,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             path = Path(self.save_folder or "") / f"{key}{_ENDING}"
             return map_tensor(path, getattr(torch, entry["dtype"]), entry["shape"], is_read_now=True)
         path = Path(entry["safetensors_file"])
-        tensor = map_or_read(path, locate_tensor(path, entry.get("weight_name", key)), is_read_now=True)
+        location = locate_tensor(path, entry.get("weight_name", key))
+        tensor = map_or_read(path, location, is_read_now=True, memory=self._memory)
         tensor = tensor.to(self.device or "cpu")
         return tensor.to(getattr(torch, entry["dtype"])) if "dtype" in entry else tensor
 
