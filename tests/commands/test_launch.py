@@ -429,7 +429,7 @@ ENDS_IN_ITS_OWN_WAY = (
     "import os, signal, sys, time",
     "def save(number, frame): time.sleep(0.3); print('saved at', number, flush=True); sys.exit(0)",
     "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, save)",
-    "print('ready', flush=True)",
+    "os.write(1, b'ready\\n')",  # in a print, the handler could not print
     "signal.pause()",
 )
 
@@ -541,7 +541,11 @@ def test_nothing_is_left_in_the_temporary_folder(
             ["--use_fsdp", "--use_deepspeed"],
             "use_fsdp (--use_fsdp) and use_deepspeed (--use_deepspeed) both say how mod",
         ),
-        (["--use-megatron-lm"], "--use-megatron-lm needs Megatron-LM, which this version does not have."),
+        (["--megatron_lm_tp_degree", "2"], "--megatron_lm_tp_degree has no effect without --use_megatron_lm."),
+        (
+            ["--use_megatron_lm", "--megatron_lm_optimizer_cpu_offload", "true"],
+            "optimizer_cpu_offload=True needs use_distributed_optimizer=True or use_custom_fsdp=True (got neither).",
+        ),
         (["--tpu"], "--tpu needs TPUs, which this version does not have."),
         (["--config_file", "x.yaml"], "There is no configuration file x.yaml (No such file or directory)."),
         (["--multi_gpu", "--cpu"], "--multi_gpu and --cpu contradict each other. Leave out one of them."),
