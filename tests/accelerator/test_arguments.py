@@ -13,7 +13,6 @@ from trainer_lib import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
-    UnsupportedError,
 )
 from trainer_lib.options.precision_options import GradScalerKwargs
 
@@ -85,12 +84,6 @@ def test_older_names_of_data_options_are_taken(older: dict[str, Any]) -> None:
 
 def test_the_older_fp16_is_taken() -> None:
     assert Accelerator(cpu=True, fp16=True).mixed_precision == "fp16"
-
-
-def test_a_launcher_that_asks_for_another_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    with pytest.raises(UnsupportedError, match="ACCELERATE_USE_MEGATRON_LM"):
-        Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize(

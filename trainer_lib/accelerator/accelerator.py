@@ -34,6 +34,7 @@ from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitP
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
@@ -65,7 +66,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         deepspeed_plugin: How DeepSpeed shards models, or several plugins by name; needs the extra `deepspeed`.
         fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
         torch_tp_plugin: `None`: this version does not have tensor parallelism.
-        megatron_lm_plugin: `None`: this version does not have Megatron-LM.
+        megatron_lm_plugin: Options of Megatron-LM, which become those of this library.
         rng_types: Generators to make equal on all ranks at the start of each pass over a prepared loader.
         log_with: The trackers: names, "all" for those installed and configured, objects, or a list of these.
         project_dir: The folder for checkpoints and logs.
@@ -106,7 +107,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: Any = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         rng_types: list[str] | None = None,
         log_with: Any = None,
         project_dir: str | Path | None = None,
@@ -123,9 +124,6 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         **older_arguments: Any,
     ) -> None:
         construction.check_names(older_arguments, Accelerator.__init__)
-        construction.refuse_unsupported(
-            megatron_lm_plugin=megatron_lm_plugin,
-        )
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
         for name, flag in (
@@ -149,6 +147,9 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             precision = deepspeed.active.agreed_precision(precision)
             if gradient_accumulation_plugin is None:
                 gradient_accumulation_steps = deepspeed.active.agreed_accumulation(gradient_accumulation_steps)
+        megatron_lm = construction.megatron_lm_plugin(megatron_lm_plugin)
+        if megatron_lm is not None and gradient_accumulation_plugin is None:
+            gradient_accumulation_steps = megatron_lm.agreed_accumulation(gradient_accumulation_steps)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.state = AcceleratorState(
             precision,
@@ -157,6 +158,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             deepspeed_plugin=deepspeed,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm,
             parallelism_config=parallelism_config,
             _from_accelerator=True,
             **group_options.to_kwargs(),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, unknown
 from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.logging import get_logger
@@ -23,6 +24,7 @@ from trainer_lib.options.fp8_options import (
     TERecipeKwargs,
 )
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -40,9 +42,6 @@ _HANDLERS = (
     *_FP8_RECIPES,
 )
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
-_NOT_YET = {
-    "megatron_lm_plugin": "Megatron-LM",
-}
 Handler = TypeVar("Handler", bound=KwargsHandler)
 
 
@@ -104,13 +103,17 @@ def check_generators(rng_types: Any) -> None:
         RNGType.read("kind of generator in rng_types", kind)
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for an argument that asks for a feature that this version does not have."""
-    for name, capability in _NOT_YET.items():
-        if arguments[name] is not None and str(arguments[name]).lower() != "no":
-            raise UnsupportedError(
-                f"Accelerator({name}=…) asks for {capability}, which this version does not support. Leave it out."
-            )
+def megatron_lm_plugin(plugin: Any) -> MegatronLMPlugin | None:
+    """Return the plugin of Megatron-LM, given or asked for by the launcher, or `None`, and warn of idle fields."""
+    if plugin is None and environment.megatron_lm_requested():
+        plugin = MegatronLMPlugin()  # of the launcher's values
+    if plugin is None:
+        return None
+    if not isinstance(plugin, MegatronLMPlugin):
+        raise ConfigurationError(f"megatron_lm_plugin must be a MegatronLMPlugin (got {shown(plugin)}).")
+    for note in plugin.notes:
+        _logger.warning_once("MegatronLMPlugin: %s.", note)
+    return plugin
 
 
 def deepspeed_plugins(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:

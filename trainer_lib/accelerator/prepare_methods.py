@@ -10,17 +10,20 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
+from trainer_lib.accelerator.megatron_lm import schedule_of, step_as_megatron_lm
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.modules.compilation import compile_model
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import keep_unpacked
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.options.data_options import DataLoaderConfiguration
+from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler
 from trainer_lib.precision import FullPrecision
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import GradientWindow
@@ -105,6 +108,10 @@ class PrepareMethods(CollectiveMethods):
         args = tuple(
             apply_config(self.state.deepspeed_plugin, args, self.window.state.num_steps, self.state.num_processes)
         )
+        args = tuple(
+            schedule_of(value, self.state.megatron_lm_plugin) if isinstance(value, MegatronLMDummyScheduler) else value
+            for value in args
+        )
         self.prepared.check_new(args)
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
@@ -138,6 +145,8 @@ class PrepareMethods(CollectiveMethods):
         self.precision.cast(model)
         if (self.device_placement if device_placement is None else device_placement) and not is_spread:
             model = self.strategy.place(model)
+        if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.recomputes:
+            checkpoint_activations(model)
         self.sequence_split.attach(model)
         self.precision.wrap_forward(model)
         model = self.strategy.distribute(model, evaluation_mode)
@@ -158,6 +167,8 @@ class PrepareMethods(CollectiveMethods):
         optimizer = self.strategy.wrap_optimizer(optimizer)
         self.strategy.rebind_parameters(optimizer)
         kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
+        if self.state.megatron_lm_plugin is not None:
+            step_as_megatron_lm(optimizer, self.state.megatron_lm_plugin, self.strategy, self.window)
         prepared = kind(optimizer, place, precision=self.precision, window=self.window)
         self.prepared.optimizers.append(prepared)
         return prepared
@@ -216,6 +227,9 @@ class PrepareMethods(CollectiveMethods):
             low_memory_shuffle=config.low_memory_shuffle,
         )
         self.prepared.dataloaders.append(prepared)
+        if self.state.megatron_lm_plugin is not None and data_loader.batch_size is not None:
+            replicas = 1 if config.split_batches else self.data_group.size
+            self.state.megatron_lm_plugin.count_batches(data_loader.batch_size, replicas)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -142,6 +142,17 @@ def deepspeed_setting(name: str) -> str | None:
     return None if text in (None, "", "None") else text
 
 
+def megatron_lm_requested() -> bool:
+    """Whether the launcher asked for Megatron-LM."""
+    return parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM")
+
+
+def megatron_lm_setting(name: str) -> str | None:
+    """The launcher's setting of Megatron-LM for a field of its plugin, such as `tp_degree`."""
+    text = os.environ.get(f"MEGATRON_LM_{name.upper()}")
+    return None if text in (None, "", "None") else text
+
+
 def sharding_requested() -> dict[str, Any]:
     """The options of FSDP that the launcher named, by the names of the plugin's fields."""
     options: dict[str, Any] = {
@@ -204,10 +215,6 @@ def threads_requested() -> str | None:
 
 def refuse_unsupported_engines() -> None:
     """Raise if a launcher requests an engine that this version does not support, rather than ignore it."""
-    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        raise UnsupportedError(
-            "ACCELERATE_USE_MEGATRON_LM requests Megatron-LM, which this version does not support. Unset it."
-        )
     if parse_flag_from_env("ACCELERATE_USE_TP"):
         raise UnsupportedError(
             "ACCELERATE_USE_TP requests tensor parallelism by an older variable. Unset it, and set "

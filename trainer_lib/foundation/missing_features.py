@@ -79,9 +79,7 @@ LAUNCHER_STEPS = MissingFeature(
     "Accelerate's separate steps of a launch", "Start scripts with `trainer-lib launch`, and see its options with -h."
 )
 MEGATRON_LM = MissingFeature(
-    "Megatron-LM",
-    "ParallelismConfig(tp_size=…, pp_size=…) splits matrices and layers, and "
-    "FullyShardedDataParallelPlugin shards states.",
+    "Megatron-LM's own code", "The table of MegatronLMPlugin's fields says what does the same."
 )
 PIPELINE_STEPS = MissingFeature("Accelerate's separate steps of a pipeline", "prepare_pippy does them all.")
 SAGEMAKER = MissingFeature(

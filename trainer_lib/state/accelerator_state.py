@@ -13,6 +13,7 @@ from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.precision_options import check_precision
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -40,6 +41,7 @@ class AcceleratorState(ProcessControl):
         deepspeed_plugin: How DeepSpeed shards models, or several plugins by name.
         fsdp_plugin: How models are sharded; by default the launcher's setting, or not at all.
         torch_tp_plugin: How many ranks split each matrix; `parallelism_config` says the same.
+        megatron_lm_plugin: Options of Megatron-LM, which become sizes of the mesh and a plugin of FSDP.
         parallelism_config: How many ranks replicate a model, share one copy, and split each matrix.
         dynamo_backend: The backend that compiles models, instead of `dynamo_plugin`.
         **kwargs: The fields of `InitProcessGroupKwargs`.
@@ -48,11 +50,9 @@ class AcceleratorState(ProcessControl):
     _shared_state: ClassVar[dict[str, Any]] = {}
     _living: ClassVar["WeakSet[AcceleratorState]"] = WeakSet()  # each Accelerator has one
 
-    # An engine that this version does not have; scripts read this attribute.
-    megatron_lm_plugin: Any = None
-
     _arrangement: Arrangement
     _deepspeed: DeepSpeedPlugins | None
+    _megatron_lm: MegatronLMPlugin | None
     _asked: tuple[Any, ...]
     _dynamo_plugin: TorchDynamoPlugin
     _mixed_precision: str
@@ -69,7 +69,7 @@ class AcceleratorState(ProcessControl):
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: Any = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         *,
@@ -77,12 +77,19 @@ class AcceleratorState(ProcessControl):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        refuse_engines(megatron_lm_plugin=megatron_lm_plugin)
         deepspeed = _deepspeed_plugins(deepspeed_plugin)
         dynamo_plugin = compilation_plugin(dynamo_backend, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
         precision = check_precision(mixed_precision or environment.mixed_precision_requested(), "precision")
-        asked = precision, dynamo_plugin, fsdp_plugin, parallelism_config, torch_tp_plugin, deepspeed
+        asked = (
+            precision,
+            dynamo_plugin,
+            fsdp_plugin,
+            parallelism_config,
+            torch_tp_plugin,
+            deepspeed,
+            megatron_lm_plugin,
+        )
         if _from_accelerator:
             if partial.has_left:  # by `end_training` of the Accelerator before
                 partial.join_again(cpu, **kwargs)
@@ -93,12 +100,16 @@ class AcceleratorState(ProcessControl):
             environment.refuse_unsupported_engines()
             dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
             dynamo_plugin.check_backend()
+            if megatron_lm_plugin is not None:
+                _check_only_engine(deepspeed, fsdp_plugin, parallelism_config, torch_tp_plugin)
+                fsdp_plugin = megatron_lm_plugin.sharding(partial.num_processes)
+                parallelism_config = ParallelismConfig(**megatron_lm_plugin.mesh_sizes(partial.num_processes))
             arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes, torch_tp_plugin)
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
             _check_alone(deepspeed, arrangement, precision)
-            self._deepspeed = deepspeed
+            self._deepspeed, self._megatron_lm = deepspeed, megatron_lm_plugin
             self._environment = ExitStack()
             self._prepare_sharding(partial)
             config = arrangement.parallelism_config
@@ -120,6 +131,7 @@ class AcceleratorState(ProcessControl):
                 parallelism_config=parallelism_config,
                 torch_tp_plugin=torch_tp_plugin,
                 deepspeed_plugins=deepspeed,
+                megatron_lm_plugin=megatron_lm_plugin,
             )
         self._was_used |= _from_accelerator
         self._living.add(self)
@@ -185,10 +197,17 @@ class AcceleratorState(ProcessControl):
         return None if config is None or not config.tp_enabled else TorchTensorParallelPlugin(config.sizes["tp"])
 
     @property
+    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+        """The options of Megatron-LM; `None` if there are none."""
+        return self._shared_state.get("_megatron_lm")
+
+    @property
     def distributed_type(self) -> DistributedType:
         """How the ranks work together."""
         if self.deepspeed_plugins is not None:
             return DistributedType.DEEPSPEED
+        if self.megatron_lm_plugin is not None:
+            return DistributedType.MEGATRON_LM
         return DistributedType.FSDP if self.is_fsdp2 else self._partial.distributed_type
 
     def destroy_process_group(self, group: Any = None) -> None:
@@ -245,7 +264,7 @@ class AcceleratorState(ProcessControl):
                 )
 
     def _prepare_sharding(self, partial: PartialState) -> None:
-        if self.deepspeed_plugins is not None:
+        if self.deepspeed_plugins is not None or self.megatron_lm_plugin is not None:
             partial.form_group()
         if self.fsdp_plugin is None:
             return
@@ -289,11 +308,11 @@ def _check_alone(deepspeed: DeepSpeedPlugins | None, arrangement: Arrangement, p
         )
 
 
-def refuse_engines(**plugins: Any) -> None:
-    """Raise for a plugin of an engine that this version does not have."""
-    for name, plugin in plugins.items():
-        if plugin is not None:
-            raise UnsupportedError(
-                f"{name}={plugin!r} is not supported: this version splits and shards models by ParallelismConfig, "
-                "FullyShardedDataParallelPlugin and DeepSpeedPlugin. Leave it out."
+def _check_only_engine(*others: Any) -> None:
+    """Raise for what says the same as options of Megatron-LM, or contradicts them."""
+    names = ("deepspeed_plugin", "fsdp_plugin", "parallelism_config", "torch_tp_plugin")
+    for name, other in zip(names, others, strict=True):
+        if other is not None:
+            raise ConfigurationError(
+                f"megatron_lm_plugin and {name} both say how models are split and sharded. Give one of them."
             )

@@ -4,7 +4,6 @@ from typing import Any
 
 from trainer_lib.foundation.missing_features import (
     MEGATRON_LM,
-    missing_class,
     missing_function,
 )
 from trainer_lib.foundation.pytree import TensorInformation as TensorInformation
@@ -52,6 +51,7 @@ from trainer_lib.options.fp8_options import FP8RecipeKwargs as FP8RecipeKwargs
 from trainer_lib.options.fp8_options import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from trainer_lib.options.fp8_options import TERecipeKwargs as TERecipeKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig as TorchPipelineParallelConfig
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
 from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
@@ -65,7 +65,6 @@ from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugi
 from trainer_lib.options.torchao_options import TorchAoConfig as TorchAoConfig
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 
-MegatronLMPlugin = missing_class("MegatronLMPlugin", MEGATRON_LM)
 add_model_config_to_megatron_parser = missing_function("add_model_config_to_megatron_parser", MEGATRON_LM)
 parse_bert_config = missing_function("parse_bert_config", MEGATRON_LM)
 parse_glm4_moe_config = missing_function("parse_glm4_moe_config", MEGATRON_LM)

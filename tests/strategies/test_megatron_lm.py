@@ -1,0 +1,64 @@
+"""Training with Megatron-LM's options: the numbers of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.strategies.split import LENGTH, VOCABULARY, llama, model_of
+from tests.worlds import run_world
+from trainer_lib import Accelerator
+from trainer_lib.utils import MegatronLMPlugin, avg_losses_across_data_parallel_group
+
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
+BATCH, MICRO_BATCHES, NORM = 4, 2, 0.3  # samples of all replicas
+
+
+def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | None]:
+    """Return the losses of micro-batches and a weight, with the plugin or by hand in one process."""
+    model = model_of(llama)
+    inputs = torch.randint(0, VOCABULARY, (36, LENGTH), generator=torch.Generator().manual_seed(1))
+    plugin = None if options is None else MegatronLMPlugin(
+        num_micro_batches=MICRO_BATCHES, gradient_clipping=NORM, **options
+    )  # fmt: skip
+    accelerator = Accelerator(
+        cpu=True, megatron_lm_plugin=plugin, gradient_accumulation_steps=None if plugin else MICRO_BATCHES
+    )
+    rows: Any = [{"input_ids": row, "labels": row} for row in inputs]
+    loader: Any = DataLoader(rows, batch_size=BATCH // accelerator.data_group.size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses: list[float] = []
+    for batch in loader:  # nine micro-batches: the last window has one
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if plugin is None:
+                accelerator.clip_grad_norm_(model.parameters(), NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(avg_losses_across_data_parallel_group([loss]).item())
+    return losses, accelerator.get_state_dict(model).get("model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"tp_degree": 2, "recompute_activations": True}),
+        (2, {"use_distributed_optimizer": True}),
+        (4, {"tp_degree": 2, "pp_degree": 2, "recompute_granularity": "full"}),
+        (4, {"pp_degree": 2}),
+        (4, {"tp_degree": 2, "use_custom_fsdp": True, "optimizer_cpu_offload": True}),
+    ],
+    ids=str,
+)
+def test_the_run_is_that_of_one_process(ranks: int, options: dict[str, Any]) -> None:
+    (expected,) = run_world(train, (None,), 1)
+    found = run_world(train, (options,), ranks)
+    assert len(expected[0]) == 9
+    for losses, _ in found:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0][1], expected[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,1 @@
+"""`MegatronLMPlugin`: options of Megatron-LM, and what this library does for each."""

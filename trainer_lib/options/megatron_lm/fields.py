@@ -1,0 +1,93 @@
+"""What becomes of each field of `MegatronLMPlugin`: the option that does the same, or why it is refused."""
+
+MAPPED = {
+    "tp_degree": "`ParallelismConfig(tp_size=…)`",
+    "pp_degree": "`ParallelismConfig(pp_size=…)`",
+    "context_parallel_size": "`ParallelismConfig(cp_size=…)`",
+    "num_micro_batches": "`gradient_accumulation_steps`; loops need `with accelerator.accumulate(model)`",
+    "gradient_clipping": "the norm to which each optimizer step clips; 0: none",
+    "use_distributed_optimizer": "FSDP2 over the ranks that replicate (`reshard_after_forward=False`)",
+    "use_custom_fsdp": "FSDP2 over the ranks that replicate, weights too",
+    "optimizer_cpu_offload": "FSDP2's `cpu_offload`; needs `use_distributed_optimizer` or `use_custom_fsdp`",
+    "recompute_activations": "activation checkpointing of all blocks",
+    "recompute_granularity": "activation checkpointing of all blocks, for `full` and `selective`",
+    "return_logits": "outputs always have their logits",
+    "seq_length": "batches have their own lengths",
+    "encoder_seq_length": "batches have their own lengths",
+    "decoder_seq_length": "batches have their own lengths",
+    "is_train_batch_min": "which of several loaders `global_batch_size` counts",
+    "lr_decay_style": "the shape of `MegatronLMDummyScheduler`: linear, cosine or constant",
+    "min_lr": "where `MegatronLMDummyScheduler` ends",
+}
+"""The option of this library that each field stands for."""
+
+MEMORY = {
+    "sequence_parallelism": "norms stay whole on each rank: name them in `TorchTensorParallelConfig(plan=…)`",
+    "overlap_cpu_optimizer_d2h_h2d": "FSDP2 decides when it copies",
+}
+"""Fields that change memory or speed alone, and have no effect here: setting them is a warning, with the reason."""
+
+_MODEL = "it is a property of the model. Set it in the model's configuration"
+_SCHEDULE = "Megatron's own schedule is not here. Give prepare() a schedule of torch"
+_LOOP = "Megatron's own loop is not here. Say it where your loop or Trainer is made"
+_DATA = "Megatron's own datasets are not here. Give prepare() a DataLoader"
+_STEP = "the model's own forward and loss are used. Give prepare() your model, and compute the loss in the loop"
+_CHECKPOINT = "checkpoints always hold the optimizer's state, and load it. Use save_model and load_checkpoint_in_model"
+_EXPERTS = "experts are spread over the ranks of tp_degree, by the model's own plan"
+
+REFUSED = {
+    "decoder_last_pipeline_num_layers": "stages are cut so that the largest has as few weights as possible. Name other "
+    "places in TorchPipelineParallelConfig(blocks=…)",
+    "num_layers_per_virtual_pipeline_stage": "stages are counted. Give ParallelismConfig(pp_handler="
+    "TorchPipelineParallelConfig(schedule='Interleaved1F1B', stages_per_rank=…))",
+    "pipeline_model_parallel_split_rank": "a model with an encoder and a decoder is not cut into stages",
+    "recompute_method": "all blocks are recomputed",
+    "recompute_num_layers": "all blocks are recomputed",
+    "attention_backend": "it is the model's. Give from_pretrained(…, attn_implementation=…)",
+    "attention_dropout": _MODEL,
+    "hidden_dropout": _MODEL,
+    "attention_softmax_in_fp32": _MODEL,
+    "use_rotary_position_embeddings": _MODEL,
+    "expert_model_parallel_size": _EXPERTS,
+    "expert_tensor_parallel_size": _EXPERTS,
+    "calculate_per_token_loss": "give accelerator.backward(loss, weight=…) a sum and its tokens; a Trainer does so "
+    "by itself",
+    "eod_mask_loss": "labels of -100 are left out of the loss",
+    "use_precision_aware_optimizer": "optimizer states have the type of their weights",
+    "no_load_optim": _CHECKPOINT,
+    "no_save_optim": _CHECKPOINT,
+    "train_iters": _LOOP,
+    "train_samples": _LOOP,
+    "eval_iters": _LOOP,
+    "eval_interval": _LOOP,
+    "consumed_samples": "load_state restores the position in the data",
+    "weight_decay_incr_style": _SCHEDULE,
+    "start_weight_decay": _SCHEDULE,
+    "end_weight_decay": _SCHEDULE,
+    "lr_decay_iters": _SCHEDULE,
+    "lr_decay_samples": _SCHEDULE,
+    "lr_warmup_iters": _SCHEDULE,
+    "lr_warmup_samples": _SCHEDULE,
+    "lr_warmup_fraction": _SCHEDULE,
+    "no_wd_decay_cond": "give prepare() an optimizer with groups of parameters",
+    "scale_lr_cond": "give prepare() an optimizer with groups of parameters",
+    "lr_mult": "give prepare() an optimizer with groups of parameters",
+    "megatron_dataset_flag": _DATA,
+    "custom_megatron_datasets_provider_function": _DATA,
+    "custom_get_batch_function": _DATA,
+    "custom_train_step_class": _STEP,
+    "custom_train_step_kwargs": _STEP,
+    "custom_model_provider_function": _STEP,
+    "custom_prepare_model_function": _STEP,
+    "custom_loss_function": _STEP,
+    "tensorboard_dir": "give Accelerator(log_with='tensorboard', project_dir=…)",
+    "set_all_logging_options": "give Accelerator(log_with=…)",
+    "other_megatron_args": "Megatron-LM itself does not run",
+}
+"""Fields without a counterpart: setting one is an error, with what to do instead."""
+
+
+def explanation(name: str) -> str:
+    """Return what becomes of a field, in a line."""
+    why = {**MAPPED, **REFUSED, **MEMORY}[name]
+    return f"{'no effect: ' if name in MEMORY else ''}{why}".replace("`", "")

@@ -1,0 +1,266 @@
+"""Options of Megatron-LM, under Accelerate's names, translated to this library's own."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.foundation.error_values import shown
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.options.base import check_choice, check_count, check_flag
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
+from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
+
+_COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches")
+_FLAGS = (
+    "sequence_parallelism",
+    "recompute_activations",
+    "use_distributed_optimizer",
+    "use_custom_fsdp",
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
+_NO_MEANING: tuple[Any, ...] = (None, False, 1)  # of a refused field: what Megatron-LM does by default
+_GRANULARITIES = ("selective", "full")
+_DECAYS = ("linear", "cosine", "constant")
+
+
+@dataclass
+class MegatronLMPlugin:
+    """Megatron-LM's options, for scripts that have them: each becomes the option of this library that does the same.
+
+    Megatron-LM itself is not needed and does not run. A field without a counterpart is refused when it is set. Fields
+    that are left out have the launcher's values (`launch --use_megatron_lm`), or Accelerate's defaults.
+
+    Args:
+        tp_degree: How many ranks split each matrix.
+        pp_degree: How many ranks hold consecutive layers each.
+        use_custom_fsdp: Shard weights, gradients and optimizer states over the ranks that would replicate a model.
+        overlap_cpu_optimizer_d2h_h2d: No effect.
+        no_load_optim: Refused.
+        eod_mask_loss: Refused.
+        no_save_optim: Refused.
+        optimizer_cpu_offload: Keep the shards and the optimizer's state in CPU memory.
+        use_precision_aware_optimizer: Refused.
+        decoder_last_pipeline_num_layers: Refused.
+        recompute_granularity: "selective" or "full": recompute the activations of all blocks in the backward.
+        recompute_method: Refused.
+        recompute_num_layers: Refused.
+        attention_backend: Refused.
+        expert_model_parallel_size: Refused above 1.
+        context_parallel_size: How many ranks hold parts of the same sequences.
+        attention_dropout: Refused.
+        hidden_dropout: Refused.
+        attention_softmax_in_fp32: Refused.
+        expert_tensor_parallel_size: Refused above 1.
+        calculate_per_token_loss: Refused.
+        use_rotary_position_embeddings: Refused.
+        num_micro_batches: The micro-batches of an accumulation window.
+        gradient_clipping: The norm to which each optimizer step clips gradients (1.0); 0: none.
+        sequence_parallelism: No effect.
+        recompute_activations: Recompute the activations of all blocks in the backward.
+        use_distributed_optimizer: Shard gradients and optimizer states over the ranks that would replicate a model.
+        pipeline_model_parallel_split_rank: Refused.
+        num_layers_per_virtual_pipeline_stage: Refused.
+        is_train_batch_min: Whether `global_batch_size` counts the smallest batches of several loaders.
+        train_iters: Refused.
+        train_samples: Refused.
+        weight_decay_incr_style: Refused.
+        start_weight_decay: Refused.
+        end_weight_decay: Refused.
+        lr_decay_style: The shape of a `MegatronLMDummyScheduler`: "linear", "cosine" or "constant".
+        lr_decay_iters: Refused.
+        lr_decay_samples: Refused.
+        lr_warmup_iters: Refused.
+        lr_warmup_samples: Refused.
+        lr_warmup_fraction: Refused.
+        min_lr: The learning rate at which a `MegatronLMDummyScheduler` ends.
+        consumed_samples: Refused.
+        no_wd_decay_cond: Refused.
+        scale_lr_cond: Refused.
+        lr_mult: Refused.
+        megatron_dataset_flag: Refused.
+        seq_length: Batches have their own lengths.
+        encoder_seq_length: Batches have their own lengths.
+        decoder_seq_length: Batches have their own lengths.
+        tensorboard_dir: Refused.
+        set_all_logging_options: Refused.
+        eval_iters: Refused.
+        eval_interval: Refused.
+        return_logits: Outputs always have their logits.
+        custom_train_step_class: Refused.
+        custom_train_step_kwargs: Refused.
+        custom_model_provider_function: Refused.
+        custom_prepare_model_function: Refused.
+        custom_megatron_datasets_provider_function: Refused.
+        custom_get_batch_function: Refused.
+        custom_loss_function: Refused.
+        other_megatron_args: Refused.
+
+    Attributes:
+        global_batch_size: The samples of an update on all ranks, once a loader is prepared.
+
+    Example:
+        >>> plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4)
+        >>> plugin.mesh_sizes(num_processes=8)["dp_replicate_size"]
+        2
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: str | None = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Take up the launcher's values, check all of them, and refuse those without a counterpart."""
+        fill_from_launcher(self)
+        self._refuse()
+        self.gradient_clipping = 1.0 if self.gradient_clipping is None else self.gradient_clipping
+        for name in _COUNTS:
+            setattr(self, name, 1 if getattr(self, name) is None else getattr(self, name))
+            check_count(name, getattr(self, name))
+        for name in _FLAGS:
+            setattr(self, name, bool(getattr(self, name)) if getattr(self, name) is None else getattr(self, name))
+            check_flag(name, getattr(self, name))
+        self._check_values()
+        self.global_batch_size: int | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """Which fields have no effect, and why."""
+        return [f"{name} has no effect ({why})" for name, why in MEMORY.items() if getattr(self, name)]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks recompute their activations in the backward."""
+        return bool(self.recompute_activations or self.recompute_granularity)
+
+    @property
+    def shards(self) -> bool:
+        """Whether the ranks that would replicate a model share it."""
+        return bool(self.use_distributed_optimizer or self.use_custom_fsdp)
+
+    def mesh_sizes(self, num_processes: int) -> dict[str, Any]:
+        """Return the sizes of a `ParallelismConfig`: ranks that the degrees leave replicate the model, or shard it.
+
+        Raises:
+            ConfigurationError: If the degrees do not divide the number of processes.
+        """
+        sizes = {
+            "tp_size": self.tp_degree or 1,
+            "pp_size": self.pp_degree or 1,
+            "cp_size": self.context_parallel_size or 1,
+        }
+        used = math.prod(sizes.values())
+        if num_processes % used:
+            raise ConfigurationError(
+                f"tp_degree={self.tp_degree} × pp_degree={self.pp_degree} × context_parallel_size="
+                f"{self.context_parallel_size} must divide the number of processes ({num_processes}). Start "
+                f"{-(-num_processes // used) * used} processes, or choose smaller degrees."
+            )
+        replicas, parts = (1, num_processes // used) if self.shards else (num_processes // used, 1)
+        return {"dp_replicate_size": replicas, "dp_shard_size": parts, **sizes}
+
+    def sharding(self, num_processes: int) -> FullyShardedDataParallelPlugin | None:
+        """Return how the ranks that would replicate a model share it, or `None`."""
+        sizes = self.mesh_sizes(num_processes)
+        if not self.shards or sizes["dp_shard_size"] * sizes["cp_size"] == 1:
+            return None
+        return FullyShardedDataParallelPlugin(
+            reshard_after_forward=bool(self.use_custom_fsdp), cpu_offload=bool(self.optimizer_cpu_offload)
+        )
+
+    def agreed_accumulation(self, steps: int | None) -> int:
+        """Return the micro-batches of a window, and raise if an argument says another number."""
+        if steps not in (None, 1, self.num_micro_batches):
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps}, and MegatronLMPlugin(num_micro_batches={self.num_micro_batches}"
+                "). Both count the micro-batches of an update: leave one of them out."
+            )
+        return self.num_micro_batches or 1
+
+    def count_batches(self, batch_size: int, replicas: int) -> None:
+        """Take note of a loader: its batches of each replica are micro-batches."""
+        size = batch_size * replicas * (self.num_micro_batches or 1)
+        choose = min if self.is_train_batch_min else max
+        self.global_batch_size = size if self.global_batch_size is None else choose(size, self.global_batch_size)
+
+    def _refuse(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, why in REFUSED.items():
+            value = getattr(self, name)
+            if value != defaults[name] and not any(value is nothing for nothing in _NO_MEANING):
+                raise UnsupportedError(f"MegatronLMPlugin({name}={shown(value)}) has no counterpart: {why}.")
+
+    def _check_values(self) -> None:
+        clipping: Any = self.gradient_clipping
+        if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
+            raise ConfigurationError(f"gradient_clipping must be a norm, or 0 for none (got {shown(clipping)}).")
+        if self.recompute_granularity is not None:
+            check_choice("recompute_granularity", self.recompute_granularity, _GRANULARITIES)
+        check_choice("lr_decay_style", self.lr_decay_style, _DECAYS)
+        if self.optimizer_cpu_offload and not self.shards:
+            raise ConfigurationError(
+                "optimizer_cpu_offload=True needs use_distributed_optimizer=True or use_custom_fsdp=True (got neither)."
+            )
