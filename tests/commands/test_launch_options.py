@@ -80,6 +80,19 @@ IN_VARIABLES = {
     "zero3_init_flag": ("true", "ACCELERATE_DEEPSPEED_ZERO3_INIT", "true"),
     "zero3_save_16bit_model": ("true", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true"),
     "deepspeed_moe_layer_cls_names": ("A,B", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "A,B"),
+    "use_megatron_lm": ("", "ACCELERATE_USE_MEGATRON_LM", "true"),
+    "megatron_lm_tp_degree": ("2", "MEGATRON_LM_TP_DEGREE", "2"),
+    "megatron_lm_pp_degree": ("2", "MEGATRON_LM_PP_DEGREE", "2"),
+    "megatron_lm_context_parallel_size": ("2", "MEGATRON_LM_CONTEXT_PARALLEL_SIZE", "2"),
+    "megatron_lm_num_micro_batches": ("4", "MEGATRON_LM_NUM_MICRO_BATCHES", "4"),
+    "megatron_lm_gradient_clipping": ("0.5", "MEGATRON_LM_GRADIENT_CLIPPING", "0.5"),
+    "megatron_lm_use_distributed_optimizer": ("true", "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true"),
+    "megatron_lm_use_custom_fsdp": ("true", "MEGATRON_LM_USE_CUSTOM_FSDP", "true"),
+    "megatron_lm_optimizer_cpu_offload": ("false", "MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD", "false"),
+    "megatron_lm_overlap_cpu_optimizer_d2h_h2d": ("true", "MEGATRON_LM_OVERLAP_CPU_OPTIMIZER_D2H_H2D", "true"),
+    "megatron_lm_sequence_parallelism": ("true", "MEGATRON_LM_SEQUENCE_PARALLELISM", "true"),
+    "megatron_lm_recompute_activations": ("true", "MEGATRON_LM_RECOMPUTE_ACTIVATIONS", "true"),
+    "megatron_lm_recompute_granularity": ("full", "MEGATRON_LM_RECOMPUTE_GRANULARITY", "full"),
 }
 # Those whose effect is a world that starts in another way: tests/commands/test_launch.py starts them.
 IN_THE_START = {
@@ -95,17 +108,11 @@ REFUSED = {
     "a launch by pdsh or MPI from one machine": [
         "deepspeed_hostfile=hosts", "deepspeed_exclusion_filter=a", "deepspeed_inclusion_filter=a",
     ],
-    "Megatron-LM": [
-        "use_megatron_lm", "megatron_lm_tp_degree=2", "megatron_lm_use_custom_fsdp=true",
-        "megatron_lm_no_load_optim=true", "megatron_lm_eod_mask_loss=true",
-        "megatron_lm_overlap_cpu_optimizer_d2h_h2d=true", "megatron_lm_no_save_optim=true",
-        "megatron_lm_optimizer_cpu_offload=true", "megatron_lm_use_precision_aware_optimizer=true",
-        "megatron_lm_decoder_last_pipeline_num_layers=1", "megatron_lm_pp_degree=2", "megatron_lm_num_micro_batches=2",
-        "megatron_lm_sequence_parallelism=true", "megatron_lm_recompute_activations=true",
-        "megatron_lm_use_distributed_optimizer=true", "megatron_lm_gradient_clipping=1.0",
-        "megatron_lm_recompute_granularity=full", "megatron_lm_recompute_method=uniform",
-        "megatron_lm_recompute_num_layers=1", "megatron_lm_attention_backend=flash",
-        "megatron_lm_expert_model_parallel_size=2", "megatron_lm_context_parallel_size=2",
+    "Megatron-LM's own code": [
+        "megatron_lm_no_load_optim=true", "megatron_lm_eod_mask_loss=true", "megatron_lm_no_save_optim=true",
+        "megatron_lm_use_precision_aware_optimizer=true", "megatron_lm_decoder_last_pipeline_num_layers=1",
+        "megatron_lm_recompute_method=uniform", "megatron_lm_recompute_num_layers=1",
+        "megatron_lm_attention_backend=flash", "megatron_lm_expert_model_parallel_size=2",
         "megatron_lm_attention_dropout=0.1", "megatron_lm_hidden_dropout=0.1",
         "megatron_lm_attention_softmax_in_fp32=true", "megatron_lm_expert_tensor_parallel_size=2",
         "megatron_lm_calculate_per_token_loss=true", "megatron_lm_use_rotary_position_embeddings=true",
@@ -133,8 +140,9 @@ def needed_by(name: str) -> list[str]:
     """Return the options without which another one has no effect."""
     if name.startswith("fsdp_"):
         return ["--use_fsdp"]
-    if SETTINGS[name].group == "deepspeed" and name != "use_deepspeed":
-        return ["--use_deepspeed"]
+    engine = f"use_{SETTINGS[name].group}"
+    if engine in ("use_deepspeed", "use_megatron_lm") and name != engine:
+        return [f"--{engine}"]
     if name.startswith("fp8_"):
         return ["--mixed_precision", "fp8"]
     return ["--use_parallelism_config"] if name.startswith("parallelism_config_") else []
@@ -327,7 +335,10 @@ def test_what_a_file_asks_for(
             "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}",
             "{}, line 2: `zero_stage` must be one of 0, 1, 2, 3 (got '4')",
         ),
-        ("distributed_type: MEGATRON_LM", "`distributed_type: MEGATRON_LM` in {} needs Megatron-LM, which"),
+        (
+            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_eod_mask_loss: true}",
+            "`megatron_lm_eod_mask_loss: True` in {} needs Megatron-LM's own code, which",
+        ),
         ("distributed_type: TPU", "`distributed_type: XLA` in {} needs TPUs, which"),
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
@@ -361,9 +372,9 @@ def test_an_older_file_of_deepspeed_asks_for_its_values(config: Callable[[str], 
 def test_a_file_that_nobody_named_is_refused_with_a_way_out(launch: Launch, settings_home: Path) -> None:
     file = settings_home / "huggingface" / "accelerate" / "default_config.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text("distributed_type: MEGATRON_LM")
+    file.write_text("distributed_type: TPU")
     error = launch.error(launch.script)
-    assert f"`distributed_type: MEGATRON_LM` in {file} needs Megatron-LM" in error
+    assert f"`distributed_type: XLA` in {file} needs TPUs" in error
     assert "`trainer-lib config` writes another one, and --config_file names one for this launch." in error
 
 

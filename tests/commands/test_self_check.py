@@ -89,4 +89,4 @@ def test_the_checks_are_the_script(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the checks are the script" in capsys.readouterr().err
     assert main(["test", "--help"]) == 0
     assert "All options of `trainer-lib launch`" in capsys.readouterr().out.replace("\n", " ")
-    assert main(["test", "--use_megatron_lm"]) == 2
+    assert main(["test", "--tpu"]) == 2

@@ -34,6 +34,7 @@ from trainer_lib.options.accelerate_constants import (
     FSDP_SHARDING_STRATEGY,
     FSDP_STATE_DICT_TYPE,
 )
+from trainer_lib.options.megatron_lm.fields import REFUSED, explanation
 
 # The topics of help, in the order in which help lists them, and what each is about.
 GROUPS = {
@@ -43,6 +44,7 @@ GROUPS = {
     "fp8": "fp8, if the script does not say it",
     "fsdp": "FSDP, if the script does not say it",
     "deepspeed": "DeepSpeed, if the script does not say it",
+    "megatron_lm": "Megatron-LM's options, if the script does not say them",
     "parallelism": "replication, sharding and splitting over the processes, if the script does not say it",
     "machines": "several machines",
     "mpi": "a launch by MPI",
@@ -51,7 +53,6 @@ GROUPS = {
     "script": "the script",
 }
 MISSING_GROUPS = {
-    "megatron_lm": "Megatron-LM, which this version does not have",
     "tpu": "TPUs, which this version does not train on",
 }
 
@@ -458,16 +459,6 @@ def _script() -> list[Setting]:
     ]
 
 
-def _missing(
-    feature: MissingFeature, group: str, section: str, settings: dict[str, Kind], prefix: str = ""
-) -> list[Setting]:
-    """Return settings of a feature that this version does not have; files may hold them."""
-    return [
-        Setting(name=prefix + name, group=group, kind=kind, help="", section=section, missing=feature)
-        for name, kind in settings.items()
-    ]
-
-
 def _deepspeed() -> list[Setting]:
     group, section = "deepspeed", "deepspeed_config"
 
@@ -534,8 +525,31 @@ def _megatron_lm() -> list[Setting]:
         **dict.fromkeys(numbers, NUMBER),
         **dict.fromkeys(texts, FILLED),
     }
-    use = Setting(name="use_megatron_lm", group="megatron_lm", kind=SWITCH, help="", key=None, missing=MEGATRON_LM)
-    return [use, *_missing(MEGATRON_LM, "megatron_lm", "megatron_lm_config", kinds, "megatron_lm_")]
+    use = Setting(
+        name="use_megatron_lm",
+        group="megatron_lm",
+        kind=SWITCH,
+        help="train with Megatron-LM's options, which become those of this library",
+        default=False,
+        key=None,
+        variable="ACCELERATE_USE_MEGATRON_LM",
+    )
+    return [
+        use,
+        *(
+            Setting(
+                name=f"megatron_lm_{name}",
+                group="megatron_lm",
+                kind=kind,
+                help=explanation(name),
+                section="megatron_lm_config",
+                variable=f"MEGATRON_LM_{name.upper()}",
+                default=False if kind is YES_OR_NO and name in REFUSED else None,  # what files of Accelerate hold
+                missing=MEGATRON_LM if name in REFUSED else None,
+            )
+            for name, kind in kinds.items()
+        ),
+    ]
 
 
 def _fp8() -> list[Setting]:

@@ -17,7 +17,7 @@ def engine_questions() -> list[Question]:
     """Return the questions about DeepSpeed and Megatron-LM."""
     names = (NO_ENGINE, *ENGINES)
     first = question(
-        ENGINE, "Which other engine?", NO_ENGINE, "This version cannot run megatron_lm; Accelerate does.",
+        ENGINE, "Which other engine?", NO_ENGINE, "DeepSpeed's ZeRO, or options of Megatron-LM.",
         choice(*names), when=lambda answers: not answers["use_fsdp"],
     )  # fmt: skip
     return [first, *_deepspeed(), *_megatron_lm()]
@@ -119,7 +119,7 @@ def _megatron_lm() -> list[Question]:
 
     return [
         question("megatron_lm_tp_degree", "How many processes share a layer (tensor parallelism)?", 1,
-                 "At most the devices of a machine.", when=uses, note=note_of("use_megatron_lm")),
+                 "At most the devices of a machine.", when=uses),
         question("megatron_lm_sequence_parallelism", "Split the sequence between them too?", True,
                  "It saves activations.", when=above_1("megatron_lm_tp_degree")),
         question("megatron_lm_pp_degree", "How many pipeline stages?", 1, "Each holds a part of the layers.",

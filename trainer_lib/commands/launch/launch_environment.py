@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
+from trainer_lib.foundation import environment
 from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.precision_options import check_precision
@@ -22,6 +23,7 @@ def script_variables(values: LaunchValues) -> dict[str, str]:
         **_of_fp8(values),
         **_of_fsdp(values),
         **_of_deepspeed(values),
+        **_of_megatron_lm(values),
         **_of_parallelism(values),
     }
 
@@ -70,6 +72,17 @@ def _of_deepspeed(values: LaunchValues) -> dict[str, str]:
     if not values["use_deepspeed"]:
         return {}
     return _asked_of(values, "deepspeed")
+
+
+def _of_megatron_lm(values: LaunchValues) -> dict[str, str]:
+    if not values["use_megatron_lm"]:
+        return {}
+    from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin  # which imports torch
+
+    variables = _asked_of(values, "megatron_lm")
+    with environment.patch_environment(**variables):
+        MegatronLMPlugin()  # checked here, so that the error appears once
+    return variables
 
 
 def _asked_of(values: LaunchValues, group: str) -> dict[str, str]:

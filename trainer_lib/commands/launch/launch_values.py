@@ -27,8 +27,9 @@ _OPTION_OF_WORLD = {
 _MULTI_GPU = "multi_gpu"  # that of all others
 _WORLDS = (_MULTI_GPU, "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 # Parts of a file that count only if `distributed_type` asks for what is refused, and what is for SageMaker alone.
-_IDLE_SECTIONS = ("megatron_lm_config", "additional_args")
-_OF_DEEPSPEED = "deepspeed_config"  # its window and clipping are those of runs with DeepSpeed alone
+_IDLE_SECTIONS = ("additional_args",)
+# Sections that count with their engine alone.
+_OF_ENGINES = {"use_deepspeed": "deepspeed_config", "use_megatron_lm": "megatron_lm_config"}
 _NOT_INHERITED = ("num_cpu_threads_per_process",)  # OMP_NUM_THREADS may be a list
 
 
@@ -100,12 +101,13 @@ class LaunchValues:
             self.sagemaker = values  # its world is SageMaker's
         else:
             self._take_world(values, file, given)
-            if given.get("use_deepspeed"):
-                self.set("use_deepspeed", True, str(file))
+            for engine in _OF_ENGINES:
+                if given.get(engine):
+                    self.set(engine, True, str(file))
         self._take_entries(values, str(file))
 
     def _take_entries(self, values: Mapping[str, Any], source: str) -> None:
-        idle = _IDLE_SECTIONS if self["use_deepspeed"] else (*_IDLE_SECTIONS, _OF_DEEPSPEED)
+        idle = [*_IDLE_SECTIONS, *(section for engine, section in _OF_ENGINES.items() if not self[engine])]
         names = {setting.file_key: name for name, setting in SETTINGS.items() if not setting.section}
         for key, value in values.items():
             entries = value if isinstance(value, dict) else {names[key]: value} if key in names else {}
@@ -172,7 +174,12 @@ def _check_needs(values: LaunchValues) -> None:
                 raise ConfigurationError(
                     f"--{name} has no effect without --mixed_precision fp8. Add it, or leave --{name} out."
                 )
-    groups = (("use_fsdp", "fsdp"), ("use_deepspeed", "deepspeed"), ("use_parallelism_config", "parallelism"))
+    groups = (
+        ("use_fsdp", "fsdp"),
+        ("use_deepspeed", "deepspeed"),
+        ("use_megatron_lm", "megatron_lm"),
+        ("use_parallelism_config", "parallelism"),
+    )
     for switch, group in groups:
         for name, setting in SETTINGS.items():
             if setting.group == group and not values[switch] and name != switch and values.source(name)[:2] == "--":
@@ -181,11 +188,10 @@ def _check_needs(values: LaunchValues) -> None:
 
 def _check_engines(values: LaunchValues) -> None:
     """Raise for two engines, and for a way to start DeepSpeed that this version does not have."""
-    if values["use_fsdp"] and values["use_deepspeed"]:
-        raise ConfigurationError(
-            f"use_fsdp ({values.source('use_fsdp')}) and use_deepspeed ({values.source('use_deepspeed')}) both say how "
-            "models are sharded. Leave out one of them."
-        )
+    engines = [name for name in ("use_fsdp", *_OF_ENGINES) if values[name]]
+    if len(engines) > 1:
+        first, second = (f"{name} ({values.source(name)})" for name in engines[:2])
+        raise ConfigurationError(f"{first} and {second} both say how models are sharded. Leave out one of them.")
     way = values["deepspeed_multinode_launcher"]
     is_given = values.source("deepspeed_multinode_launcher")[:2] == "--"
     if way not in (None, "standard") and values["use_deepspeed"] and (is_given or values["num_machines"] > 1):

@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from trainer_lib.accelerator import Accelerator
-from trainer_lib.foundation.environment import deepspeed_requested, mixed_precision_requested
+from trainer_lib.foundation.environment import (
+    deepspeed_requested,
+    megatron_lm_requested,
+    mixed_precision_requested,
+)
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.options.compile_options import TorchDynamoPlugin
@@ -18,6 +22,7 @@ from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 from trainer_lib.trainer.fit.dispatched_models import dispatch
+from trainer_lib.trainer.fit.megatron_lm_arguments import megatron_lm_plugin
 from trainer_lib.trainer.losses.chunked_loss import chunk_loss
 from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
 from trainer_lib.trainer.optim.parameter_groups import freeze
@@ -37,6 +42,8 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         plugin = deepspeed_plugin(args, PartialState(args.use_cpu).num_processes)
         options["deepspeed_plugin"] = plugin
         precision = plugin.agreed_precision(precision)
+    if megatron_lm_requested():
+        options["megatron_lm_plugin"] = megatron_lm_plugin(args)
     if args.parallelism is not None:
         options["parallelism_config"] = args.parallelism
     options["kwargs_handlers"] = [handler for handler in (args.ddp, args.fp8) if handler is not None]
