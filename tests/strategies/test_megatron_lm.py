@@ -18,7 +18,7 @@ BATCH, MICRO_BATCHES, NORM = 4, 2, 0.3  # samples of all replicas
 
 def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | None]:
     """Return the losses of micro-batches and a weight, with the plugin or by hand in one process."""
-    model = model_of(llama)
+    whole: Any = model_of(llama)
     inputs = torch.randint(0, VOCABULARY, (36, LENGTH), generator=torch.Generator().manual_seed(1))
     plugin = None if options is None else MegatronLMPlugin(
         num_micro_batches=MICRO_BATCHES, gradient_clipping=NORM, **options
@@ -28,8 +28,11 @@ def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | N
     )
     rows: Any = [{"input_ids": row, "labels": row} for row in inputs]
     loader: Any = DataLoader(rows, batch_size=BATCH // accelerator.data_group.size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(whole, optimizer, loader)
+    here = [layer for layer in whole.model.layers if hasattr(layer, "gradient_checkpointing")]  # not on other stages
+    assert {layer.gradient_checkpointing for layer in here} == {plugin is not None and plugin.recomputes}
+    assert accelerator.state.is_fsdp2 == (plugin is not None and plugin.shards)
     losses: list[float] = []
     for batch in loader:  # nine micro-batches: the last window has one
         with accelerator.accumulate(model):

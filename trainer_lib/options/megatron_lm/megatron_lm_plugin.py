@@ -22,6 +22,7 @@ _FLAGS = (
     "optimizer_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d",
 )
+_DEFAULTS = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_FLAGS, False), "gradient_clipping": 1.0}
 _NO_MEANING: tuple[Any, ...] = (None, False, 1)  # of a refused field: what Megatron-LM does by default
 _GRANULARITIES = ("selective", "full")
 _DECAYS = ("linear", "cosine", "constant")
@@ -176,13 +177,9 @@ class MegatronLMPlugin:
         """Take up the launcher's values, check all of them, and refuse those without a counterpart."""
         fill_from_launcher(self)
         self._refuse()
-        self.gradient_clipping = 1.0 if self.gradient_clipping is None else self.gradient_clipping
-        for name in _COUNTS:
-            setattr(self, name, 1 if getattr(self, name) is None else getattr(self, name))
-            check_count(name, getattr(self, name))
-        for name in _FLAGS:
-            setattr(self, name, bool(getattr(self, name)) if getattr(self, name) is None else getattr(self, name))
-            check_flag(name, getattr(self, name))
+        for name, value in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         self._check_values()
         self.global_batch_size: int | None = None
 
@@ -254,6 +251,10 @@ class MegatronLMPlugin:
                 raise UnsupportedError(f"MegatronLMPlugin({name}={shown(value)}) has no counterpart: {why}.")
 
     def _check_values(self) -> None:
+        for name in _COUNTS:
+            check_count(name, getattr(self, name))
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         clipping: Any = self.gradient_clipping
         if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
             raise ConfigurationError(f"gradient_clipping must be a norm, or 0 for none (got {shown(clipping)}).")
