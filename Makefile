@@ -28,7 +28,7 @@ help:
 	@echo "make test-slow  run the tests that make test leaves out"
 	@echo "make test-all   run all tests, as .ci/run does"
 	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
-	@echo "make soak       inject faults by the hundred and write docs/faults.md"
+	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh"
 	@echo "make lint       check format, style, types, imports and documentation"
 	@echo "make format     format the code"
 	@echo "make bench      measure what the engine costs per step"
@@ -50,6 +50,7 @@ mutants: .venv/with-test
 
 soak: .venv/with-test
 	$(BIN)/python -m pytest -m fault --soak
+	$(BIN)/python -m pytest tests/trainer/fit/test_split_runs.py --soak
 	$(BIN)/python -m tests.faults.ledger
 
 lint: .venv/with-dev

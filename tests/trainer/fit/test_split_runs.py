@@ -78,11 +78,20 @@ def assert_as_one_process(actual: Any, expected: Any) -> None:
     assert actual[2:] == expected[2:]
 
 
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """Return the length of the runs: an epoch and a tail of an epoch; longer with `--soak`."""
+    return 20 if request.config.getoption("--soak") else 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2_dp2", "tp4", "pp2_dp2"])
-def test_twenty_steps_are_those_of_one_process(mesh: str) -> None:
-    (expected,) = run_world(_run, ("one",), 1)
-    for actual in run_world(_run, (mesh,), MESHES[mesh][0]):
+def test_each_step_is_that_of_one_process(mesh: str, steps: int) -> None:
+    def run(mesh: str) -> Any:
+        return _run(mesh, max_steps=steps)
+
+    (expected,) = run_world(run, ("one",), 1)
+    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
         assert_as_one_process(actual, expected)
 
 
@@ -97,13 +106,13 @@ def test_a_replica_without_samples_takes_part(mesh: str) -> None:
         assert_as_one_process(actual, expected)
 
 
-def _run_gpt2(mesh: str, layers: int) -> Any:
-    return _run(mesh, kind=partial(gpt2, layers))
+def _run_gpt2(mesh: str, layers: int, steps: int) -> Any:
+    return _run(mesh, kind=partial(gpt2, layers), max_steps=steps, eval_every=5)
 
 
 @cache
-def _tied_in_one_process(layers: int) -> Any:
-    (expected,) = run_world(_run_gpt2, ("one", layers), 1)
+def _tied_in_one_process(layers: int, steps: int) -> Any:
+    (expected,) = run_world(_run_gpt2, ("one", layers, steps), 1)
     return expected
 
 
@@ -115,11 +124,11 @@ def _tied_in_one_process(layers: int) -> Any:
         "tp2_sp2_fsdp2", "tp2_hsdp4",
     ],
 )  # fmt: skip
-def test_twenty_steps_of_a_tied_model(mesh: str) -> None:
+def test_each_step_of_a_tied_model(mesh: str, steps: int) -> None:
     ranks = MESHES[mesh][0]
     layers = 1 if ranks == 8 else 2
-    for actual in run_world(_run_gpt2, (mesh, layers), ranks, timeout=150):
-        assert_as_one_process(actual, _tied_in_one_process(layers))
+    for actual in run_world(_run_gpt2, (mesh, layers, steps), ranks, timeout=150):
+        assert_as_one_process(actual, _tied_in_one_process(layers, steps))
 
 
 @pytest.mark.slow
@@ -146,9 +155,9 @@ CHAINS = [
 
 
 @cache
-def _of_one_process(optimizer: str) -> Any:
+def _of_one_process(optimizer: str, steps: int) -> Any:
     def whole() -> Any:
-        return _run("one", optimizer=optimizer, learning_rate=0.003)
+        return _run("one", optimizer=optimizer, learning_rate=0.003, max_steps=steps)
 
     (expected,) = run_world(whole, (), 1)
     return expected
@@ -156,19 +165,20 @@ def _of_one_process(optimizer: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS, ids="-".join)
-def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path, steps: int) -> None:
     optimizer, *meshes, last = chain
+    end = max(steps, 3 * len(meshes) + 3)
 
     def run(mesh: str, begins_at: int, dies_at: int | None) -> Any:
         options = {"save_every": 3, "optimizer": optimizer, "learning_rate": 0.003, "begins_at": begins_at}
-        return _run(mesh, tmp_path, dies_at, resume="auto", **options)
+        return _run(mesh, tmp_path, dies_at, resume="auto", max_steps=end, **options)
 
     for number, mesh in enumerate(meshes):
         died = run_world(run, (mesh, 3 * number, 3 * number + 4), MESHES[mesh][0], timeout=150)
         assert died == [None] * MESHES[mesh][0]
     for actual in run_world(run, (last, 3 * len(meshes), None), MESHES[last][0], timeout=150):
-        assert len(actual[0]) == 20, "the history of the run begins with the steps before the resume"
-        assert_as_one_process(actual, _of_one_process(optimizer))
+        assert len(actual[0]) == end, "the history of the run begins with the steps before the resume"
+        assert_as_one_process(actual, _of_one_process(optimizer, end))
 
 
 @pytest.mark.slow
