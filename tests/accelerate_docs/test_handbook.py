@@ -38,7 +38,7 @@ from trainer_lib.hooks import ModelHook, SequentialHook, add_hook_to_module, rem
 from trainer_lib.logging import get_logger
 from trainer_lib.state import AcceleratorState, GradientState
 from trainer_lib.tracking import GeneralTracker, TensorBoardTracker
-from trainer_lib.utils import DummyOptim, DummyScheduler, LoggerType, MegatronLMPlugin
+from trainer_lib.utils import DummyOptim, DummyScheduler, LoggerType
 
 # What the handbook shows and what is not covered here.
 NOT_COVERED = {
@@ -376,9 +376,8 @@ def test_a_script_that_knows_deepspeed_takes_the_optimizer_of_torch() -> None:
     ("call", "says"),
     [
         (lambda: utils.DeepSpeedEngineWrapper(None), "DeepSpeedEngineWrapper needs DeepSpeed"),
-        (lambda: MegatronLMPlugin(tp_degree=2), "MegatronLMPlugin needs Megatron-LM"),
         (lambda: utils.GPTTrainStep(None, None), "GPTTrainStep needs Megatron-LM"),
-        (lambda: utils.avg_losses_across_data_parallel_group([]), "needs Megatron-LM"),
+        (utils.MegatronLMDummyDataLoader, "MegatronLMDummyDataLoader needs Megatron-LM"),
     ],
 )
 def test_what_is_not_there_says_so_and_what_to_use_instead(call: Any, says: str) -> None:
