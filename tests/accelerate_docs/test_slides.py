@@ -27,10 +27,11 @@ NOT_COVERED = {
     "accelerate launch --multi_gpu --nproc_per_node=2": "needs two GPUs; the launcher is tested on CPU ranks",
 }
 
+# Each rank writes a line at once, so that lines do not mix where output is unbuffered.
 SCRIPT = """
 from trainer_lib import Accelerator
 accelerator = Accelerator()
-print(f"process {accelerator.process_index} of {accelerator.num_processes}", flush=True)
+print(f"process {accelerator.process_index} of {accelerator.num_processes}\\n", end="", flush=True)
 """
 
 
