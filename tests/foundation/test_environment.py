@@ -229,16 +229,6 @@ def test_settings_of_the_launcher() -> None:
         assert environment.store_file() == "/somewhere"
 
 
-def test_an_engine_that_is_not_there_is_refused_by_name() -> None:
-    with (
-        patch_environment(ACCELERATE_USE_MEGATRON_LM="true"),
-        pytest.raises(UnsupportedError, match=r"ACCELERATE_USE_MEGATRON_LM requests .* Unset it\."),
-    ):
-        environment.refuse_unsupported_engines()
-    with patch_environment(ACCELERATE_USE_MEGATRON_LM="false", ACCELERATE_DYNAMO_BACKEND="NO"):
-        environment.refuse_unsupported_engines()
-
-
 def test_an_older_variable_of_tensor_parallelism_names_the_new_ones() -> None:
     with (
         patch_environment(ACCELERATE_USE_TP="true"),

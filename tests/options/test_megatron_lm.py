@@ -36,6 +36,8 @@ def test_a_field_without_a_counterpart_is_refused_with_the_reason() -> None:
         with pytest.raises(UnsupportedError) as error:
             MegatronLMPlugin(**{name: value})
         assert str(error.value) == f"MegatronLMPlugin({name}={value!r}) has no counterpart: {why}."
+    with pytest.raises(UnsupportedError, match=r"train_iters=1\)"):
+        MegatronLMPlugin(train_iters=1)
     asks_for_nothing: dict[str, Any] = {"no_load_optim": False, "expert_model_parallel_size": 1, "lr_mult": 1.0}
     MegatronLMPlugin(**asks_for_nothing)
 

@@ -53,7 +53,7 @@ def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | N
         (2, {"tp_degree": 2, "recompute_activations": True}),
         (2, {"use_distributed_optimizer": True}),
         (4, {"tp_degree": 2, "pp_degree": 2, "recompute_granularity": "full"}),
-        (4, {"pp_degree": 2}),
+        (4, {"pp_degree": 2, "use_distributed_optimizer": True}),
         (4, {"tp_degree": 2, "use_custom_fsdp": True, "optimizer_cpu_offload": True}),
     ],
     ids=str,

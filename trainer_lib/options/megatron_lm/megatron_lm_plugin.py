@@ -23,7 +23,7 @@ _FLAGS = (
     "overlap_cpu_optimizer_d2h_h2d",
 )
 _DEFAULTS = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_FLAGS, False), "gradient_clipping": 1.0}
-_NO_MEANING: tuple[Any, ...] = (None, False, 1)  # of a refused field: what Megatron-LM does by default
+_NOTHING = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}  # asks for nothing, as `False` does
 _GRANULARITIES = ("selective", "full")
 _DECAYS = ("linear", "cosine", "constant")
 
@@ -247,7 +247,7 @@ class MegatronLMPlugin:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, why in REFUSED.items():
             value = getattr(self, name)
-            if value != defaults[name] and not any(value is nothing for nothing in _NO_MEANING):
+            if value is not False and value not in (defaults[name], _NOTHING.get(name, defaults[name])):
                 raise UnsupportedError(f"MegatronLMPlugin({name}={shown(value)}) has no counterpart: {why}.")
 
     def _check_values(self) -> None:
