@@ -23,9 +23,9 @@ class _Block(nn.Module):
 
 
 class _Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([_Block() for _ in range(2)])
+        self.blocks = nn.ModuleList([_Block() for _ in range(blocks)])
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:
@@ -39,9 +39,9 @@ def _gradients(model: nn.Module) -> list[Any]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def _made() -> Any:
+def _made(blocks: int = 2) -> Any:
     torch.manual_seed(0)
-    return _Stack()
+    return _Stack(blocks)
 
 
 def test_what_is_computed_again_is_the_same() -> None:
@@ -79,3 +79,54 @@ def test_a_model_that_can_do_it_itself_is_asked(name: str) -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="finds no repeated blocks in this Linear"):
         checkpoint_activations(nn.Linear(2, 2))
+
+
+def test_every_second_block_is_computed_again() -> None:
+    plain, checkpointed = _made(5), _made(5)
+    checkpoint_activations(checkpointed, every=2)
+    torch.testing.assert_close(_gradients(checkpointed), _gradients(plain), rtol=0, atol=0)
+    assert [block.calls for block in checkpointed.blocks] == [2, 1, 2, 1, 2]
+
+
+def test_every_second_layer_of_a_model_of_transformers_is_computed_again() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2
+    )
+
+    def gradients(every: int) -> tuple[list[Any], list[int], int]:
+        torch.manual_seed(0)
+        model, calls, saved = transformers.LlamaForCausalLM(config).train(), [0] * 4, 0
+        if every:
+            checkpoint_activations(model, every=every)
+        for index, layer in enumerate(model.model.layers):
+
+            def count(*_: Any, index: int = index) -> None:
+                calls[index] += 1
+
+            layer.mlp.register_forward_pre_hook(count)  # a recomputation ends at the last tensor that it needs
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal saved
+            saved += tensor.nbytes
+            return tensor
+
+        tokens = torch.arange(8)[None]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        kept = saved
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()], calls, kept
+
+    plain, every_layer, every_second = gradients(0), gradients(1), gradients(2)
+    torch.testing.assert_close(every_second[0], plain[0], rtol=0, atol=0)
+    assert (every_layer[1], every_second[1]) == ([2, 2, 2, 2], [2, 1, 2, 1])
+    assert every_layer[2] < every_second[2] < plain[2]
+
+
+def test_a_model_that_switches_all_layers_together_is_refused() -> None:
+    model = _made()
+    model.supports_gradient_checkpointing = True
+    model.activation_checkpointing_enable = lambda options: None
+    with pytest.raises(ConfigurationError, match="gradient_checkpointing_every=3 does not work with _Stack"):
+        checkpoint_activations(model, every=3)

@@ -14,9 +14,13 @@ from trainer_lib.modules.forwards import wrap_forward
 
 # Where transformers' layers keep the function that checkpoints them.
 _TRANSFORMERS_FUNCTION = "_gradient_checkpointing_func"
+# Whether one of these layers checkpoints.
+_TRANSFORMERS_SWITCH = "gradient_checkpointing"
 
 
-def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = (), offload: bool = False) -> None:
+def checkpoint_activations(
+    model: nn.Module, blocks: Sequence[nn.Module] = (), offload: bool = False, every: int = 1
+) -> None:
     """Let blocks of a model recompute their activations in the backward, without changing modules or names.
 
     Args:
@@ -24,6 +28,7 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = (), o
         blocks: The blocks; by default the repeated blocks of the model. A model with its own activation checkpointing
             chooses its blocks itself.
         offload: Whether the inputs of blocks are kept in CPU memory until the backward.
+        every: Only every n-th block recomputes its activations, from the first one on.
 
     Raises:
         ConfigurationError: If the model has no such blocks.
@@ -35,6 +40,8 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = (), o
             transformers_model.activation_checkpointing_enable({"use_reentrant": False})
         else:  # its name in earlier versions
             transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
+        if every > 1:
+            _keep_all_but_every(model, every)
         for module in model.modules() if offload else ():
             if hasattr(module, _TRANSFORMERS_FUNCTION):
                 setattr(module, _TRANSFORMERS_FUNCTION, _saving_on_cpu(getattr(module, _TRANSFORMERS_FUNCTION)))
@@ -45,8 +52,19 @@ def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module] = (), o
             f"activation_checkpointing=True finds no repeated blocks in this {type(model).__name__}. Name their "
             "classes in transformer_cls_names_to_wrap, or leave it out."
         )
-    for block in chosen:
+    for block in chosen[::every]:
         wrap_forward(block, functools.partial(_checkpointed, run=_saving_on_cpu(checkpoint) if offload else checkpoint))
+
+
+def _keep_all_but_every(model: nn.Module, every: int) -> None:
+    layers: list[Any] = [block for block in repeated_blocks(model).values() if hasattr(block, _TRANSFORMERS_SWITCH)]
+    if not layers:
+        raise ConfigurationError(
+            f"gradient_checkpointing_every={every} does not work with {type(model).__name__}: it switches activation "
+            "checkpointing for all of its layers together. Leave gradient_checkpointing_every out."
+        )
+    for index, layer in enumerate(layers):
+        setattr(layer, _TRANSFORMERS_SWITCH, index % every == 0)
 
 
 def _saving_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Options of a run that change how it is computed, and that it leaves no trace of."""
 
 import gc
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import UnsupportedError
+from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.events import Callback, Run
 
 
@@ -45,6 +46,26 @@ def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
     trainer(arguments(), model=plain).fit()
     trainer(arguments(gradient_checkpointing=True), model=saving).fit()
     torch.testing.assert_close(plain.state_dict(), saving.state_dict(), rtol=0, atol=0)
+
+
+def test_gradient_checkpointing_of_every_second_block() -> None:
+    def runs(**options: Any) -> list[int]:
+        calls = [0] * 3
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)], nn.Linear(6, 2))
+        for index in range(3):
+
+            def count(*_: Any, index: int = index) -> None:
+                calls[index] += 1
+
+            cast("Any", model[index])[0].register_forward_hook(count)
+        trainer(arguments(max_steps=1, **options), model=model).fit()
+        return calls
+
+    once = runs()
+    assert runs(gradient_checkpointing=True, gradient_checkpointing_every=2) == [2 * once[0], once[1], 2 * once[2]]
+    with pytest.raises(ConfigurationError, match="gradient_checkpointing_every=2 has no effect without"):
+        arguments(gradient_checkpointing_every=2)
 
 
 @pytest.mark.slow

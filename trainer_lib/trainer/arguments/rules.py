@@ -261,6 +261,15 @@ def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
 
 
 @_rule
+def _checkpointed_blocks(gradient_checkpointing_every: int, gradient_checkpointing: bool) -> None:
+    if gradient_checkpointing_every > 1 and not gradient_checkpointing:
+        raise ConfigurationError(
+            f"gradient_checkpointing_every={gradient_checkpointing_every} has no effect without "
+            "gradient_checkpointing=True. Set both, or leave it out."
+        )
+
+
+@_rule
 def _deepspeed(deepspeed: Any, fsdp: Any, ddp: Any, parallelism: Any) -> None:
     if deepspeed is None:
         return

@@ -245,6 +245,13 @@ class TrainingArguments(ArgumentsBase):
     gradient_checkpointing: bool = setting(
         DEVICES, False, "Recompute activations in the backward pass instead of storing them."
     )
+    gradient_checkpointing_every: int = setting(
+        DEVICES,
+        1,
+        "With `gradient_checkpointing`, recompute the activations of every n-th block only: less memory is saved, and "
+        "less is computed twice.",
+        check=checks.whole(),
+    )
     chunked_cross_entropy: bool = setting(
         DEVICES,
         False,

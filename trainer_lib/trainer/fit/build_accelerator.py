@@ -93,7 +93,7 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
     freeze(model, args.parameter_groups)
     dispatch(model, args)
     if args.gradient_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, every=args.gradient_checkpointing_every)
     if args.use_liger_kernel:
         apply_liger_kernels(model, accelerator.device.type)
     if args.chunked_cross_entropy:

@@ -18,7 +18,14 @@ _OF_ALL = {
         ("mixed_precision", "fp8", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "sets up the accelerator"
     ),
     **dict.fromkeys(
-        ("gradient_checkpointing", "chunked_cross_entropy", "use_liger_kernel", "sync_batchnorm", "parameter_groups"),
+        (
+            "gradient_checkpointing",
+            "gradient_checkpointing_every",
+            "chunked_cross_entropy",
+            "use_liger_kernel",
+            "sync_batchnorm",
+            "parameter_groups",
+        ),
         "changes the model permanently",
     ),
     **dict.fromkeys(("seed", "data_seed"), "seeds the accelerator's loaders"),
