@@ -34,7 +34,6 @@ from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitP
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
@@ -49,6 +48,8 @@ from trainer_lib.strategies import choose_strategy
 
 if TYPE_CHECKING:
     from torch.profiler import profile
+
+    from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _logger = get_logger(__name__)
 
@@ -107,7 +108,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        megatron_lm_plugin: "MegatronLMPlugin | None" = None,
         rng_types: list[str] | None = None,
         log_with: Any = None,
         project_dir: str | Path | None = None,

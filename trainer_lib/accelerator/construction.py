@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
@@ -24,11 +24,13 @@ from trainer_lib.options.fp8_options import (
     TERecipeKwargs,
 )
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.strategies.registry import registered_options
+
+if TYPE_CHECKING:
+    from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _logger = get_logger(__name__)
 
@@ -103,12 +105,13 @@ def check_generators(rng_types: Any) -> None:
         RNGType.read("kind of generator in rng_types", kind)
 
 
-def megatron_lm_plugin(plugin: Any) -> MegatronLMPlugin | None:
+def megatron_lm_plugin(plugin: Any) -> "MegatronLMPlugin | None":
     """Return the plugin of Megatron-LM, given or asked for by the launcher, or `None`, and warn of idle fields."""
-    if plugin is None and environment.megatron_lm_requested():
-        plugin = MegatronLMPlugin()  # of the launcher's values
-    if plugin is None:
+    if plugin is None and not environment.megatron_lm_requested():
         return None
+    from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
+
+    plugin = MegatronLMPlugin() if plugin is None else plugin  # without one: of the launcher's values
     if not isinstance(plugin, MegatronLMPlugin):
         raise ConfigurationError(f"megatron_lm_plugin must be a MegatronLMPlugin (got {shown(plugin)}).")
     for note in plugin.notes:

@@ -13,7 +13,7 @@ from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Engine:
     """The parts of an `Accelerator` that checkpoints and uneven inputs read and restore."""
 

@@ -1,19 +1,21 @@
 """What an `Accelerator` does for scripts that train with Megatron-LM's options."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
 
+if TYPE_CHECKING:
+    from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
+
 
 def step_as_megatron_lm(
-    optimizer: Optimizer, plugin: MegatronLMPlugin, strategy: Strategy, window: GradientWindow
+    optimizer: Optimizer, plugin: "MegatronLMPlugin", strategy: Strategy, window: GradientWindow
 ) -> None:
     """Clip the gradients of all parameters of an optimizer before each of its steps, as Megatron-LM's optimizers do.
 
@@ -34,7 +36,7 @@ def step_as_megatron_lm(
     optimizer.register_step_pre_hook(before_step)
 
 
-def schedule_of(dummy: MegatronLMDummyScheduler, plugin: MegatronLMPlugin | None) -> LRScheduler:
+def schedule_of(dummy: MegatronLMDummyScheduler, plugin: "MegatronLMPlugin | None") -> LRScheduler:
     """Return the schedule that a dummy stands for: a linear warm-up, then the plugin's shape down to its `min_lr`."""
     if plugin is None:
         raise ConfigurationError(

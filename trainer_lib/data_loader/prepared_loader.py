@@ -27,7 +27,7 @@ from trainer_lib.options.enums import RNGType
 from trainer_lib.state.gradient_state import GradientState, Rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Delivery:
     """How batches are delivered to the user.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer_lib.scheduler import AcceleratedScheduler
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """The state of a run at an event.
 

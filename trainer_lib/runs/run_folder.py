@@ -27,7 +27,7 @@ RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
 IDENTITY_FILE = "run_identity.json"  # in a checkpoint
 
 
-@dataclass
+@dataclass(eq=False)
 class RunFolder:
     """The folder of one run.
 

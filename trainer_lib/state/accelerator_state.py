@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from trainer_lib.foundation import environment
@@ -13,13 +13,15 @@ from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 from trainer_lib.options.precision_options import check_precision
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state.parallelism_resolution import Arrangement, arrange
 from trainer_lib.state.partial_state import PartialState
 from trainer_lib.state.rank_control import ProcessControl
+
+if TYPE_CHECKING:
+    from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _HOW_TO_FREE = (
     "All Accelerators and Trainers of a process share these settings while one of them exists. Before you make one "
@@ -52,7 +54,7 @@ class AcceleratorState(ProcessControl):
 
     _arrangement: Arrangement
     _deepspeed: DeepSpeedPlugins | None
-    _megatron_lm: MegatronLMPlugin | None
+    _megatron_lm: "MegatronLMPlugin | None"
     _asked: tuple[Any, ...]
     _dynamo_plugin: TorchDynamoPlugin
     _mixed_precision: str
@@ -69,7 +71,7 @@ class AcceleratorState(ProcessControl):
         deepspeed_plugin: Any = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
-        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        megatron_lm_plugin: "MegatronLMPlugin | None" = None,
         parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         *,
@@ -197,7 +199,7 @@ class AcceleratorState(ProcessControl):
         return None if config is None or not config.tp_enabled else TorchTensorParallelPlugin(config.sizes["tp"])
 
     @property
-    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+    def megatron_lm_plugin(self) -> "MegatronLMPlugin | None":
         """The options of Megatron-LM; `None` if there are none."""
         return self._shared_state.get("_megatron_lm")
 

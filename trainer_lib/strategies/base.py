@@ -19,7 +19,7 @@ from trainer_lib.strategies.optimizer_state_names import load_named_state, named
 Leftovers = dict[nn.Module, float | Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class JoinOutcome:
     """The outcome of a block in which some ranks may have run out of data early.
 

@@ -12,7 +12,7 @@ from trainer_lib.foundation.imports import require
 from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class FitResult:
     """The result of a run.
 

@@ -24,7 +24,7 @@ from trainer_lib.trainer.prepared_models import PreparedModels
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainerParts:
     """What a trainer is made of.
 

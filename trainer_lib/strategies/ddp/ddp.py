@@ -222,7 +222,7 @@ class DDP(Strategy):
         return message.reduce(gradients, values, is_last)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _HookState:
     """The state of one model's communication hook; holds the model weakly."""
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType, NoneType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trainer_lib.trainer.arguments.type_hints import field_types, members
 from trainer_lib.trainer.arguments.value_checks import Check, check_for
@@ -107,16 +107,31 @@ def check_values(arguments: Any) -> None:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Describe each argument in the docstring of its class, before the example."""
-    before, example, after = inspect.cleandoc(cls.__doc__ or "").partition("\nExample:\n")
+    """Describe each argument in the docstring of its class, before the example, once somebody reads it."""
+    cls.__doc__ = cast("str", _Documentation(cls, cls.__doc__ or ""))
+    return cls
+
+
+class _Documentation:
+    """The docstring of a class of arguments, made when it is first read."""
+
+    def __init__(self, cls: type, written: str) -> None:
+        self._cls = cls
+        self._written = written
+
+    def __get__(self, instance: object, owner: type) -> str:
+        return _with_arguments(self._cls, self._written)
+
+
+def _with_arguments(cls: type, written: str) -> str:
+    before, example, after = inspect.cleandoc(written).partition("\nExample:\n")
     wrapper = textwrap.TextWrapper(116, "    ", " " * 8, break_on_hyphens=False)
     lines, last = [before, "Args:"], None
     for name, declared in settings(cls).items():
         lines += [""] if last not in (None, declared.section) else []
         lines += wrapper.wrap(f"{name}: {declared.text}")
         last = declared.section
-    cls.__doc__ = "\n".join(lines) + f"\n{example}{after}"
-    return cls
+    return "\n".join(lines) + f"\n{example}{after}"
 
 
 def _with_check(declared: Setting, hint: Any) -> Setting:

@@ -41,7 +41,7 @@ NOTHING_MEASURED = (
 Models = nn.Module | Mapping[str, nn.Module]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationSet:
     """A set to evaluate on.
 

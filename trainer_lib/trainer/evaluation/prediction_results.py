@@ -15,7 +15,7 @@ from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, rea
 from trainer_lib.trainer.evaluation.row_buffers import RowBuffers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Predictions:
     """A model's predictions for a set, in the order of the set.
 
@@ -53,7 +53,7 @@ class Predictions:
         return cls(predictions, labels, metrics, Path(folder))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvaluationPrediction:
     """The argument of `compute_metrics`: predictions and labels of all samples, in the order of the set.
 

@@ -22,7 +22,6 @@ from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 from trainer_lib.trainer.fit.dispatched_models import dispatch
-from trainer_lib.trainer.fit.megatron_lm_arguments import megatron_lm_plugin
 from trainer_lib.trainer.losses.chunked_loss import chunk_loss
 from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
 from trainer_lib.trainer.optim.parameter_groups import freeze
@@ -43,6 +42,8 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["deepspeed_plugin"] = plugin
         precision = plugin.agreed_precision(precision)
     if megatron_lm_requested():
+        from trainer_lib.trainer.fit.megatron_lm_arguments import megatron_lm_plugin
+
         options["megatron_lm_plugin"] = megatron_lm_plugin(args)
     if args.parallelism is not None:
         options["parallelism_config"] = args.parallelism

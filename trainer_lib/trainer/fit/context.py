@@ -15,7 +15,7 @@ from trainer_lib.trainer.losses.batch_loss import BatchLoss
 from trainer_lib.trainer.metrics.running_means import RunningMeans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FitContext:
     """What the parts of a fit share.
 

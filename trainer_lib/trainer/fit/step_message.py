@@ -8,7 +8,7 @@ from torch import Tensor
 Number = float | Tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class StepMessage:
     """What one rank tells the others; `received` holds the means over all ranks, once the gradients are reduced.
 
