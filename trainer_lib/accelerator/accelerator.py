@@ -13,7 +13,6 @@ from trainer_lib.accelerator.absent_engines import AbsentEngines
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
 from trainer_lib.accelerator.engine import Engine
-from trainer_lib.accelerator.lomo import lomo_backward
 from trainer_lib.accelerator.prepare_methods import PrepareMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.accelerator.sequence_methods import SequenceMethods
@@ -397,6 +396,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             loss: The loss of the batch.
             learning_rate: The learning rate of this update.
         """
+        from trainer_lib.accelerator.lomo import lomo_backward
+
         lomo_backward(
             self.prepared.optimizers, loss, learning_rate, self.use_distributed, self.gradient_accumulation_steps
         )

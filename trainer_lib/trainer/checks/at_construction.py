@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError, SignatureError, di
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_calls import check_overrides
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
-from trainer_lib.trainer.huggingface.callback_adapter import adapt_callback, is_transformers_kind
+from trainer_lib.trainer.huggingface.transformers_kinds import is_transformers_kind
 from trainer_lib.trainer.losses.loss_result import summed
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.deadline import check_ahead
@@ -129,10 +129,19 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
     if isinstance(callbacks, (list, tuple)):
-        adapted = {id(callback): adapt_callback(callback) for callback in callbacks}
+        adapted = {id(callback): _adapted(callback) for callback in callbacks}
         return [adapted[id(callback)] for callback in callbacks]  # the same object twice gives one adapter
     hint = f" Give [{type(callbacks).__name__}(…)]." if not isinstance(callbacks, (Mapping, str)) else ""
     raise ConfigurationError(f"callbacks must be a list of callbacks, got a {type(callbacks).__name__}.{hint}")
+
+
+def _adapted(callback: Any) -> Any:
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not is_transformers_kind(kind, "TrainerCallback"):
+        return callback
+    from trainer_lib.trainer.huggingface.callback_adapter import adapt_callback
+
+    return adapt_callback(callback)
 
 
 def check_loss_function(loss_fn: Any) -> None:

@@ -20,10 +20,8 @@ from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 from trainer_lib.trainer.fit.dispatched_models import dispatch
 from trainer_lib.trainer.losses.chunked_loss import chunk_loss
-from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
 from trainer_lib.trainer.optim.parameter_groups import freeze
 
 
@@ -38,6 +36,8 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
     precision = args.mixed_precision
     if args.deepspeed is not None or deepspeed_requested():
+        from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
+
         plugin = deepspeed_plugin(args, PartialState(args.use_cpu).num_processes)
         options["deepspeed_plugin"] = plugin
         precision = plugin.agreed_precision(precision)
@@ -96,6 +96,8 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
     if args.gradient_checkpointing:
         checkpoint_activations(model, every=args.gradient_checkpointing_every)
     if args.use_liger_kernel:
+        from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
+
         apply_liger_kernels(model, accelerator.device.type)
     if args.chunked_cross_entropy:
         chunk_loss(model, accelerator.mixed_precision)

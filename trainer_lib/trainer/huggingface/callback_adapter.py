@@ -27,24 +27,17 @@ _FLAGS = {
 
 
 def adapt_callback(callback: Any) -> Any:
-    """Return an adapter for a callback of Hugging Face's Trainer, and any other callback unchanged.
+    """Return an adapter for a callback of Hugging Face's Trainer.
 
     Raises:
         ConfigurationError: If it is a callback's class instead of an object.
     """
     kind = callback if isinstance(callback, type) else type(callback)
-    if not is_transformers_kind(kind, "TrainerCallback"):
-        return callback
     if isinstance(callback, type):
         raise ConfigurationError(
             f"callbacks has the class {callback.__name__}. Give an object: {callback.__name__}(…)."
         )
     return IntegrationCallback(callback) if _is_integration(kind) else AdaptedCallback(callback)
-
-
-def is_transformers_kind(kind: type, name: str) -> bool:
-    """Whether a class is, or derives from, a transformers class of this name. It does not import transformers."""
-    return any(cls.__name__ == name and cls.__module__.startswith("transformers.") for cls in kind.__mro__)
 
 
 def _fires(*events: str) -> Callable[[_Handler], _Handler]:

@@ -10,7 +10,7 @@ from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.huggingface.callback_adapter import is_transformers_kind
+from trainer_lib.trainer.huggingface.transformers_kinds import is_transformers_kind
 from trainer_lib.trainer.overridable import is_overridden
 
 _logger = get_logger(__name__)
