@@ -1,12 +1,20 @@
-"""Jobs under the launcher: a script on ranks that `trainer-lib launch` starts."""
+"""Scripts as jobs: on ranks that `trainer-lib launch` starts, or in this process."""
 
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def run_as_script(command: Sequence[str]) -> None:
+    """Run a script by its path, with its arguments, from the project's folder in this process."""
+    os.chdir(ROOT)
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def run_launched(

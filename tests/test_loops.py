@@ -5,9 +5,6 @@ that are said to be Accelerate's were taken that way.
 """
 
 import json
-import os
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.launched import run_as_script
 from tests.worlds import run_world
 from trainer_lib.commands.main import main
 
@@ -35,16 +33,10 @@ def loop(tmp_path: Path) -> Loop:
         figures = tmp_path / "figures.json"
         figures.unlink(missing_ok=True)
         script = [str(part) for part in (ROOT / "tests" / "loops" / f"{name}.py", "--figures", figures, *arguments)]
-        run_world(_script, (script,), processes, timeout=100)
+        run_world(run_as_script, (script,), processes, timeout=100)
         return json.loads(figures.read_text())
 
     return run
-
-
-def _script(command: list[str]) -> None:
-    os.chdir(ROOT)
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerate_docs.training import LR, assert_plain, loss_function, parts
 from tests.accelerator import toy
-from tests.launched import run_launched
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
@@ -296,56 +295,6 @@ def test_a_function_of_a_notebook_runs_on_two_processes(launch: Any, tmp_path: P
 def test_a_notebook_chooses_one_process_without_accelerators(tmp_path: Path) -> None:
     notebook_launcher(_training_function, ("no", 1, 8))
     assert json.loads((tmp_path / "0.json").read_text()) == [1, "no", 1, 8]
-
-
-FSDP_CONFIG = """
-compute_environment: LOCAL_MACHINE
-deepspeed_config: {}
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: 1
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: Block
-machine_rank: 0
-main_process_ip: null
-main_process_port: null
-main_training_function: main
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-use_cpu: false
-"""
-
-FSDP_SCRIPT = """
-import torch
-from torch import nn
-from trainer_lib import Accelerator
-
-class Block(nn.Sequential):
-    pass
-
-accelerator = Accelerator()
-model = nn.Sequential(Block(nn.Linear(4, 4)), Block(nn.Linear(4, 4)), nn.Linear(4, 2))
-model = accelerator.prepare(model)
-optimizer = torch.optim.AdamW(params=model.parameters(), lr=0.1)
-optimizer, = (accelerator.prepare(optimizer),)
-accelerator.backward(model(torch.ones(2, 4)).sum())
-optimizer.step()
-print(accelerator.distributed_type.value, accelerator.num_processes, model[0][0].weight.to_local().shape[0], flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.launch
-def test_a_configuration_file_starts_fsdp(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
-    done = run_launched(FSDP_SCRIPT, tmp_path, options=["--config_file", str(tmp_path / "fsdp.yaml")])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["FSDP 2 2"] * 2
 
 
 # -- what this version does not have ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from tests.accelerate_docs.training import assert_plain, loss_function, parts
 from tests.accelerator import toy
-from tests.launched import ROOT, run_launched
+from tests.launched import ROOT
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
@@ -44,14 +44,6 @@ def test_torchrun_starts_a_world(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "script.py"], capture_output=True, text=True, check=True, timeout=120, env=variables
     )
-    assert sorted(done.stdout.split("\n")[:2]) == ["process 0 of 2", "process 1 of 2"]
-
-
-@pytest.mark.slow
-@pytest.mark.launch
-def test_the_launcher_starts_a_world(tmp_path: Path) -> None:
-    done = run_launched(SCRIPT, tmp_path, options=["--num_cpu_threads_per_process", "1"])
-    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:2]) == ["process 0 of 2", "process 1 of 2"]
 
 

@@ -304,7 +304,6 @@ if sys.argv[2] == "raises":
     [
         pytest.param("ends", 0, 0, id="by hand, ends"),
         pytest.param("raises", 1, 0, id="by hand, raises", marks=pytest.mark.slow),
-        pytest.param("ends", 0, 2, id="launched, ends", marks=pytest.mark.slow),
         pytest.param("raises", 1, 2, id="launched, raises", marks=pytest.mark.slow),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.accelerator import toy
+from tests.launched import run_as_script
 from tests.strategies.sharded import stack
 from tests.worlds import run_world
 from trainer_lib import Accelerator
@@ -232,7 +233,7 @@ def test_a_configuration_file_of_accelerate_starts_fsdp2(
     script = ["tests/loops/fsdp.py", "--figures", str(figures), "--output_dir", str(tmp_path), "--epochs", "1"]
     assert main(["launch", "--config_file", str(file), *script]) == 0, capfd.readouterr().err
     sharded = json.loads(figures.read_text())
-    assert main(["launch", "--cpu", "--num_processes", "1", *script]) == 0, capfd.readouterr().err
+    run_world(run_as_script, (script,), 1)
     alone = json.loads(figures.read_text())
     assert (sharded["distributed_type"], alone["distributed_type"]) == ("FSDP", "MULTI_CPU")
     assert sharded["held"] < 0.6 * alone["held"], "half of the weights"

@@ -6,7 +6,6 @@ Most launches run in this process or in a fork of it, and their scripts import t
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -218,18 +217,6 @@ def test_processes_form_a_world(launch: Any, script: Any) -> None:
     )
     ended = launch("--num_processes", "2", path)
     assert (ended.code, ended.out) == (0, "2 3.0 cpu MULTI_CPU\n" * 2), ended.err
-
-
-@pytest.mark.slow
-def test_torchrun_forms_a_world_too(script: Any, tmp_path: Path) -> None:
-    path = script(
-        JOIN, "import sys; sys.stdout.write(f'{state.process_index} {state.num_processes} {state.backend}\\n')"
-    )
-    path = shutil.copy(path, tmp_path / "join.py")  # torchrun fills in ${local_rank}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where it leaves its logs
-    done = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=LIMIT, check=True, env=environment)
-    assert sorted(done.stdout.splitlines()) == ["0 2 gloo", "1 2 gloo"]
 
 
 def test_failure_of_one_process_ends_all_and_is_told_last(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launched import run_launched
+from tests.launched import run_as_script, run_launched
 from tests.trainer.tasks import arguments, trainer
+from tests.worlds import run_world
 from trainer_lib.foundation.environment import patch_environment
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -58,13 +59,16 @@ num_processes: 2
 
 def launched(folder: Path, kind: str, *options: str, num_processes: int = 2) -> Any:
     """Launch the script, and return the mesh and the weights that it wrote."""
-    told = folder / "told.json"
     done = run_launched(
         f"import os; os.chdir({str(folder)!r})\n{SCRIPT}", folder, kind, options=options, num_processes=num_processes
     )
     assert done.returncode == 0, done.stderr
-    mesh, *weights = json.loads(told.read_text())
-    told.unlink()
+    return told(folder)
+
+
+def told(folder: Path) -> Any:
+    """Return the mesh and the weights that the script wrote."""
+    mesh, *weights = json.loads((folder / "told.json").read_text())
     return mesh, [torch.tensor(weight) for weight in weights]
 
 
@@ -97,7 +101,8 @@ def test_a_trainer_is_launched_by_options(tmp_path: Path) -> None:
     mesh, weights = launched(
         tmp_path, "trainer", "--use_megatron_lm", "--megatron_lm_use_distributed_optimizer", "true"
     )
-    plain, expected = launched(tmp_path, "trainer")
+    run_world(run_as_script, ([str(tmp_path / "script.py"), "trainer"],), 2)
+    plain, expected = told(tmp_path)
     assert (mesh["dp_shard"], plain) == (2, None), "without the option: DDP"
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 

@@ -1,7 +1,6 @@
 """The settings of a launch: each option of Accelerate's launcher, files, variables, and what a script gets."""
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.commands import write_page
-from tests.launchers.test_config_reader import DEEPSPEED, FSDP
+from tests.launchers.test_config_reader import DEEPSPEED
 from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.commands.launch.launch_environment import script_variables
 from trainer_lib.commands.launch.launch_parser import help_text, parse
@@ -485,36 +484,6 @@ def test_parsers_of_other_programs_get_the_same_options() -> None:
         assert (options.num_processes, options.fsdp_offload_params, options.module) == (2, True, True)
         assert options.training_script_args == ["--lr", "1"]
         assert options.use_fsdp is None
-
-
-SHARDED = """
-import json, sys
-import torch
-from trainer_lib import Accelerator
-
-class GPT2Block(torch.nn.Linear):
-    pass
-
-accelerator = Accelerator()
-model = torch.nn.Sequential(GPT2Block(8, 8), GPT2Block(8, 8))
-model = accelerator.prepare(model)
-shards = [name for name, weight in model.named_parameters() if type(weight).__name__ == "DTensor"]
-plugin = accelerator.state.fsdp_plugin
-print(json.dumps([accelerator.num_processes, str(accelerator.distributed_type), len(shards), plugin.writes_shards]))
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.slow
-def test_an_older_file_of_fsdp_starts_the_world_it_describes(
-    config: Callable[[str], str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SHARDED)
-    file = config(FSDP.replace("use_cpu: false", "use_cpu: true"))
-    assert main(["launch", "--config_file", file, str(script)]) == 0
-    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert lines == [[2, "FSDP", 4, False]] * 2
 
 
 def test_devices_of_a_file_are_left_alone_on_the_cpu(

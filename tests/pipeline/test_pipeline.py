@@ -13,7 +13,7 @@ from trainer_lib import ParallelismConfig
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.pipeline import Pipeline
 
-VOCABULARY, LENGTH, STEPS = 32, 6, 20
+VOCABULARY, LENGTH, STEPS = 32, 6, 6
 
 
 class _Block(nn.Module):

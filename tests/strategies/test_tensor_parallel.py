@@ -69,31 +69,35 @@ def test_replicas_and_shards_of_a_split_module(sizes: dict[str, Any]) -> None:
     assert_as_one_process(Split(plan=WITH_VOCABULARY, sizes=sizes, weighted=True), 4)
 
 
+MODELS = {
+    "llama": Split(kind=llama),
+    "llama_sequences": Split(kind=llama, plan=LLAMA_SEQUENCES, weighted=True),
+    "llama_loss_parallel": Split(kind=llama, loss_parallel=True),
+    "qwen": Split(kind=qwen),
+    "bert": Split(kind=bert),
+    "gpt2": Split(kind=gpt2),
+    "plain": Split(plan=PLAIN, weighted=True),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, REPLICAS, SHARDS], ids=["alone", "replicas", "shards"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Split(kind=llama),
-        Split(kind=llama, plan=LLAMA_SEQUENCES, weighted=True),
-        Split(kind=llama, loss_parallel=True),
-        Split(kind=qwen),
-        Split(kind=bert),
-        Split(kind=gpt2),
-        Split(plan=PLAIN, weighted=True),
-    ],
-    ids=["llama", "llama_sequences", "llama_loss_parallel", "qwen", "bert", "gpt2", "plain"],
-)
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, SHARDS], ids=["alone", "shards"])
+@pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
 def test_models_of_transformers(case: Split, sizes: dict[str, Any]) -> None:
     assert_as_one_process(replace(case, sizes=sizes), 2 if len(sizes) == 1 else 4)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_sequences", "gpt2"])
+def test_models_of_transformers_in_replicas(name: str) -> None:
+    assert_as_one_process(replace(MODELS[name], sizes=REPLICAS), 4)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, REPLICAS, SHARDS], ids=["alone", "replicas", "shards"])
-def test_an_update_after_each_batch(sizes: dict[str, Any]) -> None:
-    assert_as_one_process(Split(kind=gpt2, sizes=sizes, steps=1), 2 if len(sizes) == 1 else 4)
+def test_an_update_after_each_batch() -> None:
+    assert_as_one_process(Split(kind=gpt2, sizes=SHARDS, steps=1), 4)
 
 
 @pytest.mark.parametrize("coefficient", [True, False], ids=["balanced", "plain"])

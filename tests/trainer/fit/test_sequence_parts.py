@@ -97,7 +97,7 @@ def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def trained(parts: dict[str, Any], parallelism: ParallelismConfig | None, **options: Any) -> list[tuple[float, float]]:
     losses = Losses()
     defaults: dict[str, Any] = {
-        "max_steps": 20,
+        "max_steps": 6,
         "learning_rate": 1e-2,
         "max_grad_norm": 1.0,
         "log_every": 1,
@@ -119,7 +119,7 @@ def check(parts: Any, ranks: int, config: dict[str, Any], **options: Any) -> Non
     found = run_world(
         lambda: trained(parts(), ParallelismConfig(**config), **{**options, **per_rank}), num_processes=ranks
     )
-    assert len(expected) == options.get("max_steps", 20)
+    assert len(expected) == options.get("max_steps", 6)
     for logs in found:
         for (loss, norm), (expected_loss, expected_norm) in zip(logs, expected, strict=True):
             assert loss == pytest.approx(expected_loss, rel=1e-6)

@@ -63,6 +63,7 @@ def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind
         assert began.step == begins_at
     logged = [[entry["loss"], entry["grad_norm"]] for entry in result.history if "loss" in entry]
     metrics = {name: value for name, value in trainer.evaluate().items() if not name.endswith("_per_second")}
+    metrics |= {f"at step {entry['step']}": entry["eval_loss"] for entry in result.history if "eval_loss" in entry}
     state = trainer.run.state
     return (
         torch.tensor(logged),
@@ -99,36 +100,11 @@ def test_each_step_is_that_of_one_process(mesh: str, steps: int) -> None:
 @pytest.mark.parametrize("mesh", ["tp2_dp2", "pp2_dp2"])
 def test_a_replica_without_samples_takes_part(mesh: str) -> None:
     def run(mesh: str) -> Any:
-        return _run(mesh, samples=41)  # the last window of an epoch is one sample
+        return _run(mesh, samples=41, max_steps=8)  # the last window of an epoch is one sample
 
     (expected,) = run_world(run, ("one",), 1)
     for actual in run_world(run, (mesh,), MESHES[mesh][0]):
         assert_as_one_process(actual, expected)
-
-
-def _run_gpt2(mesh: str, layers: int, steps: int) -> Any:
-    return _run(mesh, kind=partial(gpt2, layers), max_steps=steps, eval_every=5)
-
-
-@cache
-def _tied_in_one_process(layers: int, steps: int) -> Any:
-    (expected,) = run_world(_run_gpt2, ("one", layers, steps), 1)
-    return expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        "tp2", "tp2_fsdp2", "pp2", "pp2_fsdp2", "pp2_tp2", "tp2_cp2", "tp2_sp2", "tp2_cp2_dp2", "tp2_cp2_fsdp2",
-        "tp2_sp2_fsdp2", "tp2_hsdp4",
-    ],
-)  # fmt: skip
-def test_each_step_of_a_tied_model(mesh: str, steps: int) -> None:
-    ranks = MESHES[mesh][0]
-    layers = 1 if ranks == 8 else 2
-    for actual in run_world(_run_gpt2, (mesh, layers, steps), ranks, timeout=150):
-        assert_as_one_process(actual, _tied_in_one_process(layers, steps))
 
 
 @pytest.mark.slow
@@ -142,22 +118,25 @@ def test_other_models_split_sequences_and_matrices(kind: Any, mesh: str) -> None
         assert_as_one_process(actual, expected)
 
 
+_MODELS = {"plain": Plain, "tied": partial(gpt2, 2)}
 # Each mesh resumes what the mesh before it saved.
 CHAINS = [
-    ("adamw", "tp2_dp2", "tp2_fsdp2", "one", "tp2", "tp4"),
-    ("adamw", "one", "tp2_fsdp2", "tp2", "dp2", "pp2_dp2"),
-    ("adamw", "pp2_dp2", "tp2", "one", "pp2", "pp2_fsdp2"),
-    ("adamw", "tp2_fsdp2", "pp2_tp2", "pp2", "pp2", "one"),
-    ("adamw", "tp2_fsdp2", "pp2_fsdp2", "one", "tp2_sp2", "dp2", "tp2"),
-    ("adamw", "pp2", "tp2_hsdp4", "tp2_cp2_fsdp2", "tp2_cp2", "one"),
-    ("sgd", "tp2_dp2", "tp2_fsdp2", "pp2_tp2"),
+    ("plain", "adamw", "tp2_dp2", "tp2_fsdp2", "one", "tp2", "tp4"),
+    ("plain", "adamw", "one", "tp2_fsdp2", "tp2", "dp2", "pp2_dp2"),
+    ("plain", "adamw", "pp2_dp2", "tp2", "one", "pp2", "pp2_fsdp2"),
+    ("plain", "adamw", "tp2_fsdp2", "pp2_tp2", "pp2", "pp2", "one"),
+    ("plain", "sgd", "tp2_dp2", "tp2_fsdp2", "pp2_tp2"),
+    ("tied", "sgd", "tp2_fsdp2", "pp2_fsdp2", "one", "tp2_sp2", "dp2", "tp2"),
+    ("tied", "adamw", "pp2", "tp2_hsdp4", "tp2_cp2_fsdp2", "tp2_cp2", "one"),
+    ("tied", "sgd", "tp2_sp2_fsdp2", "tp2_cp2_dp2", "pp2_tp2"),
 ]
 
 
 @cache
-def _of_one_process(optimizer: str, steps: int) -> Any:
+def _of_one_process(model: str, optimizer: str, steps: int) -> Any:
     def whole() -> Any:
-        return _run("one", optimizer=optimizer, learning_rate=0.003, max_steps=steps)
+        options = {"eval_every": 3, "optimizer": optimizer, "learning_rate": 0.003}
+        return _run("one", kind=_MODELS[model], max_steps=steps, **options)
 
     (expected,) = run_world(whole, (), 1)
     return expected
@@ -166,19 +145,21 @@ def _of_one_process(optimizer: str, steps: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS, ids="-".join)
 def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path, steps: int) -> None:
-    optimizer, *meshes, last = chain
+    """Each mesh trains as one process does: the last one's history holds the steps and evaluations of all."""
+    model, optimizer, *meshes, last = chain
     end = max(steps, 3 * len(meshes) + 3)
 
     def run(mesh: str, begins_at: int, dies_at: int | None) -> Any:
-        options = {"save_every": 3, "optimizer": optimizer, "learning_rate": 0.003, "begins_at": begins_at}
-        return _run(mesh, tmp_path, dies_at, resume="auto", max_steps=end, **options)
+        options = {"save_every": 3, "eval_every": 3, "optimizer": optimizer, "learning_rate": 0.003}
+        options |= {"resume": "auto", "max_steps": end, "begins_at": begins_at}
+        return _run(mesh, tmp_path, dies_at, kind=_MODELS[model], **options)
 
     for number, mesh in enumerate(meshes):
         died = run_world(run, (mesh, 3 * number, 3 * number + 4), MESHES[mesh][0], timeout=150)
         assert died == [None] * MESHES[mesh][0]
     for actual in run_world(run, (last, 3 * len(meshes), None), MESHES[last][0], timeout=150):
         assert len(actual[0]) == end, "the history of the run begins with the steps before the resume"
-        assert_as_one_process(actual, _of_one_process(optimizer, end))
+        assert_as_one_process(actual, _of_one_process(model, optimizer, end))
 
 
 @pytest.mark.slow
@@ -200,10 +181,10 @@ def test_a_run_of_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loss_that_balances_experts_is_averaged_over_micro_batches() -> None:
     def run(mesh: str, **options: Any) -> Any:
-        return _run(mesh, kind=mixtral, **options)
+        return _run(mesh, kind=mixtral, max_steps=6, **options)
 
     def one() -> Any:
-        return _run("one", kind=mixtral, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+        return run("one", per_device_train_batch_size=2, gradient_accumulation_steps=4)
 
     (expected,) = run_world(one, (), 1)
     for actual in run_world(run, ("tp2_dp2",), 4):
