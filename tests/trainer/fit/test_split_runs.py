@@ -135,7 +135,7 @@ CHAINS = [
 @cache
 def _of_one_process(model: str, optimizer: str, steps: int) -> Any:
     def whole() -> Any:
-        options = {"eval_every": 3, "optimizer": optimizer, "learning_rate": 0.003}
+        options: dict[str, Any] = {"eval_every": 3, "optimizer": optimizer, "learning_rate": 0.003}
         return _run("one", kind=_MODELS[model], max_steps=steps, **options)
 
     (expected,) = run_world(whole, (), 1)
