@@ -59,20 +59,20 @@ def measured(sizes: dict[str, Any]) -> dict[str, int]:
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     model, optimizer = accelerator.prepare(model, optimizer)
-    kept: dict[int, int] = {}
+    kept: dict[int, tuple[torch.UntypedStorage, int]] = {}  # the storages too: the address of a freed one comes back
     peak = [0]
 
     def keep(tensor: Tensor) -> Tensor:
         storage = local_part(tensor).untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage._cdata] = storage, storage.nbytes()
         return tensor
 
-    weights: set[int] = set()
+    weights: dict[int, torch.UntypedStorage] = {}
 
     def watch(*_: Any) -> None:
         peak[0] = max(peak[0], parameters_alive())
         alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter)]
-        weights.update(local_part(parameter).untyped_storage().data_ptr() for parameter in alive)
+        weights.update((storage._cdata, storage) for storage in (local_part(each).untyped_storage() for each in alive))
 
     for name, module in model.named_modules():
         if name.endswith("mlp"):
@@ -80,7 +80,7 @@ def measured(sizes: dict[str, Any]) -> dict[str, int]:
             module.register_full_backward_pre_hook(watch)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(input_ids=tokens, labels=tokens).loss
-    activations = sum(size for pointer, size in kept.items() if pointer not in weights)
+    activations = sum(size for key, (_, size) in kept.items() if key not in weights)
     accelerator.backward(loss)
     gradients = held([p.grad for p in model.parameters()])
     optimizer.step()
