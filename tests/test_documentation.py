@@ -35,7 +35,7 @@ PAGES = [
     page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if SCRIPT.search(page.read_text())
 ]
 # The commands of the first page a user reads, and those that are more than one start: a run that resumes, an exit code.
-TYPED = ["README.md"]
+TYPED = ["README.md", "state.md", "stopping.md"]
 
 
 @pytest.fixture(autouse=True)

@@ -221,8 +221,7 @@ def test_windows_in_schedules_are_one_process(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
 def test_windows_of_four_stages_and_tied_weights(schedule: str) -> None:
-    if schedule == "Interleaved1F1B":
-        _assert_windows_are_one_process(_row, schedule, 4)
+    _assert_windows_are_one_process(_row, schedule, 4)
     if schedule == "InterleavedZeroBubble":
         _assert_windows_are_one_process(partial(gpt2, 4), schedule, 2)
     else:

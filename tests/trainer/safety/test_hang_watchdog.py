@@ -243,8 +243,9 @@ def test_ranks_without_a_launcher_end_when_rank_0_hangs(tmp_path: Path, how: str
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.fault("a rank in an endless loop")
-def test_a_rank_that_spins_is_named(tmp_path: Path) -> None:
-    codes, errors, seconds = started(tmp_path, "spins in the model", hangs=1)
+@pytest.mark.parametrize("how", ["spins", "spins in the model"])
+def test_a_rank_that_spins_is_named(tmp_path: Path, how: str) -> None:
+    codes, errors, seconds = started(tmp_path, how, hangs=1)
     assert codes == [EXIT_CODE, EXIT_CODE]
     assert ": rank 1 hangs." in errors[0]
     assert "hang (script.py:" in errors[0]

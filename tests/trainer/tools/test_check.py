@@ -280,10 +280,10 @@ def test_the_command_checks_a_script_on_two_ranks(
     out = capfd.readouterr().out
     assert out.startswith("from the script ['--json']")  # behind the script it is the script's option
     assert "Check passed: Sequential, 74 parameters on 2 processes on cpu" in out
-    assert main(["check", "--json", *alone, "bad"]) == 1
+    assert main(["check", "--json", *options, "bad"]) == 1
     captured = capfd.readouterr()
     report = json.loads(captured.out)
-    assert report["processes"] == 1
+    assert report["processes"] == 2
     assert report["failures"][0].startswith("evaluation: the second evaluation")
     assert "from the script" in captured.err
     assert main(["check", *alone, "none"]) == 1
