@@ -19,7 +19,7 @@ VENV = $(PYTHON) -m venv .venv
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 endif
 
-.PHONY: help demo test test-slow test-all mutants soak lint format bench clean
+.PHONY: help demo test test-slow test-all test-gpu test-gpus mutants soak lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test       run the tests of the core: at most five minutes on two cores"
 	@echo "make test-slow  run the tests that make test leaves out"
 	@echo "make test-all   run all tests, as .ci/run does"
+	@echo "make test-gpu   run what only a GPU with CUDA shows; make test-gpus: what only several show"
 	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
 	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh"
 	@echo "make lint       check format, style, types, imports and documentation"
@@ -44,6 +45,13 @@ test-slow: .venv/with-test
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+# By themselves: a fork of a process that has used a GPU cannot train, and most other tests fork.
+test-gpu: .venv/with-test
+	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu -ra
+
+test-gpus: .venv/with-test
+	$(BIN)/python -m pytest -n 0 -m gpus tests/gpu -ra
 
 mutants: .venv/with-test
 	$(BIN)/python -m tests.mutants

@@ -6,6 +6,7 @@ import torch
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.batch_fields import as_mapping
+from trainer_lib.foundation.device_types import device_name
 from trainer_lib.foundation.errors import ConfigurationError
 
 # Dense FLOP/s in 16 and 32 bits, from the vendors' data sheets; the first matching name counts.
@@ -97,10 +98,9 @@ class Flops(Callback):
 
 
 def _known_peak(run: Run) -> float | None:
-    if run.accelerator is None or run.accelerator.device.type != "cuda":
+    if run.accelerator is None:
         return None
-    name = torch.cuda.get_device_name(run.accelerator.device)
-    return peak_of(name, run.accelerator.mixed_precision)
+    return peak_of(device_name(run.accelerator.device), run.accelerator.mixed_precision)
 
 
 def peak_of(name: str, precision: str) -> float | None:

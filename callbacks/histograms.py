@@ -12,6 +12,7 @@ from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.batch_fields import as_mapping
+from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
@@ -160,7 +161,7 @@ def counted(values: Tensor, bins: int) -> Tensor:
         >>> counted(torch.tensor([-1.0, -1.0, 1.0, 1.0]), 2).tolist()
         [-1.0, 1.0, 0.0, 4.0, 4.0, 0.0, 2.0, 2.0]
     """
-    device, wide = values.device, torch.float32 if values.device.type == "mps" else torch.float64
+    device, wide = values.device, sum_dtype(values.device)
     parts = values.detach().reshape(-1).split(_AT_ONCE)
     low = torch.stack([part.where(_is_finite(part), torch.inf).min() for part in parts]).min().float()
     high = torch.stack([part.where(_is_finite(part), -torch.inf).max() for part in parts]).max().float()

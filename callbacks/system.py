@@ -1,11 +1,10 @@
 """CPU, memory and GPU use of the machine, in the log."""
 
-from typing import Any
-
 import psutil
 import torch
 
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.device_types import load_of, memory_of
 from trainer_lib.foundation.imports import is_pynvml_available
 
 
@@ -44,7 +43,7 @@ class SystemMonitor(Callback):
             **self._workers(),
         }
         device = None if run.accelerator is None else run.accelerator.device
-        if device is not None and device.type == "cuda":
+        if device is not None:
             metrics |= _of_device(device)
         values.update({f"system/{name}": value for name, value in metrics.items()})
 
@@ -58,14 +57,10 @@ class SystemMonitor(Callback):
         return {"workers_memory_gb": sum(sizes)} if sizes else {}
 
 
-def _of_device(device: Any) -> dict[str, float]:
-    metrics = {
-        "device_memory_gb": torch.cuda.memory_allocated(device) / 1e9,
-        "device_memory_reserved_gb": torch.cuda.memory_reserved(device) / 1e9,
-        "device_memory_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9,
-    }
+def _of_device(device: torch.device) -> dict[str, float]:
+    memory = memory_of(device)
+    names = {"allocated": "device_memory_gb", "reserved": "device_memory_reserved_gb", "peak": "device_memory_peak_gb"}
+    metrics = {names[kind]: size / 1e9 for kind, size in memory.items()}
     if is_pynvml_available():
-        metrics["device_percent"] = float(torch.cuda.utilization(device))
-        metrics["device_power_watts"] = torch.cuda.power_draw(device) / 1e3
-        metrics["device_temperature"] = float(torch.cuda.temperature(device))
+        metrics |= {f"device_{name}": value for name, value in load_of(device).items()}
     return metrics

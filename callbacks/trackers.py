@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import psutil
-import torch
 
 from trainer_lib.checkpointing.format import layout
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.device_types import memory_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
@@ -315,9 +315,9 @@ def _system_metrics(run: Run) -> dict[str, float]:
         "system/process_memory_gb": psutil.Process().memory_info().rss / 1e9,
     }
     device = None if run.accelerator is None else run.accelerator.device
-    if device is not None and device.type == "cuda":
-        metrics["system/device_memory_gb"] = torch.cuda.memory_allocated(device) / 1e9
-        metrics["system/device_memory_reserved_gb"] = torch.cuda.memory_reserved(device) / 1e9
+    if device is not None and (memory := memory_of(device)):
+        metrics["system/device_memory_gb"] = memory["allocated"] / 1e9
+        metrics["system/device_memory_reserved_gb"] = memory["reserved"] / 1e9
     return metrics
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.device_types import default_backend, needs_accelerator
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
@@ -182,7 +183,7 @@ class TorchProcesses:
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
-        if "nccl" in str(self.backend):
+        if needs_accelerator(str(self.backend)):
             dist.barrier(self._group, device_ids=[torch.accelerator.current_device_index()])
         else:
             dist.barrier(self._group)
@@ -452,11 +453,11 @@ def _port_store(world: World, served_by_agent: bool, timeout: dict[str, Any]) ->
 
 
 def _backend(device: torch.device, requested: str | None) -> str:
-    default = "gloo" if device.type in ("cpu", "mps") else dist.get_default_backend_for_device(device)
+    default = default_backend(device.type)
     if requested is None:
         # With a backend for each device type, counts and flags are not sent over the accelerator.
         return default if default == "gloo" else f"cpu:gloo,{device.type}:{default}"
-    if device.type == "cpu" and "nccl" in requested:
+    if device.type == "cpu" and needs_accelerator(requested):
         raise ConfigurationError(f"backend={requested!r} does not work on the CPU. Use 'gloo', or leave it out.")
     return requested
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.device_types import has_flash_attention
+
 _aten: Any = torch.ops.aten
 _ALIGNED = 16  # what the last stride of a bias has to be a multiple of on CUDA
 
@@ -104,7 +106,7 @@ def _kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
         return "plain"
     if query.device.type == "cpu":
         return "cpu"
-    if query.device.type != "cuda" or query.shape[-1] % 8:
+    if not has_flash_attention(query.device.type) or query.shape[-1] % 8:
         return "plain"
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     return "flash" if is_half and mask is None and query.shape[-1] <= 256 else "efficient"

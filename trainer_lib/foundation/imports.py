@@ -197,10 +197,10 @@ def is_rocm_available() -> bool:
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether this machine supports bf16: every CPU does, and accelerators that report it."""
-    import torch
+    from trainer_lib.foundation.device_types import supports_bf16
 
-    del ignore_tpu  # this version does not support TPUs
-    return torch.cuda.is_bf16_supported() if torch.cuda.is_available() else True
+    del ignore_tpu  # TPUs compute in bf16
+    return supports_bf16()
 
 
 def is_fp16_available() -> bool:

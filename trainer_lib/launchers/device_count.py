@@ -6,18 +6,16 @@ from typing import Any
 import torch
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.device_types import is_shared, types_with_visible_devices, visible_devices_variable
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.enums import DistributedType
-
-# The variables that restrict a process to some devices, by device type.
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def count_accelerators() -> int:
     """Return how many accelerators processes can train on; 0 if the CPU was requested."""
     kind = _kind()
     # All processes share Apple's single GPU, so several processes train on the CPU.
-    return 0 if environment.cpu_requested() or kind in (None, "mps") else torch.accelerator.device_count()
+    return 0 if environment.cpu_requested() or kind is None or is_shared(kind) else torch.accelerator.device_count()
 
 
 def check_enough(num_processes: int, accelerators: int) -> None:
@@ -37,11 +35,13 @@ def visible_devices(ids: str) -> dict[str, str]:
     kind = _kind()
     if kind is None:
         raise ConfigurationError(f"--gpu_ids {ids} was given, and this machine has no accelerator. Leave it out.")
-    if kind not in _VISIBLE:
-        raise UnsupportedError(f"--gpu_ids is not supported for {kind} devices. Known: {', '.join(_VISIBLE)}.")
+    variable = visible_devices_variable(kind)
+    if variable is None:
+        known = ", ".join(types_with_visible_devices())
+        raise UnsupportedError(f"--gpu_ids is not supported for {kind} devices. Known: {known}.")
     if not all(part.strip() for part in ids.split(",")):
         raise ConfigurationError(f"--gpu_ids must be a list such as 0,1, or all (got {ids!r}).")
-    return {_VISIBLE[kind]: ids.replace(" ", "")}
+    return {variable: ids.replace(" ", "")}
 
 
 def get_current_device_type() -> tuple[str, str]:

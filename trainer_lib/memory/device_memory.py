@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
+from trainer_lib.foundation.device_types import is_shared
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -30,9 +31,9 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
         return {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
     memory: dict[int | str, int] = {}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type == "mps":
-        return {"mps": psutil.virtual_memory().available}  # one memory for both
+    if accelerator is not None and is_shared(accelerator.type):
+        return {accelerator.type: psutil.virtual_memory().available}  # one memory for both
     if accelerator is not None:
-        module = torch.get_device_module(accelerator.type)
-        memory |= {index: module.mem_get_info(index)[0] for index in range(torch.accelerator.device_count())}
+        devices = range(torch.accelerator.device_count())
+        memory |= {index: torch.accelerator.get_memory_info(index)[0] for index in devices}
     return {**memory, "cpu": psutil.virtual_memory().available}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer_lib.foundation.device_types import can_pin_memory
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.blocks import repeated_blocks
 from trainer_lib.modules.forwards import wrap_forward
@@ -71,7 +72,7 @@ def _saving_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         # The block's own activations are not saved, so this moves what the recomputation starts from.
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available()):
+        with torch.autograd.graph.save_on_cpu(pin_memory=can_pin_memory()):
             return function(*args, **kwargs)
 
     return run

@@ -19,6 +19,8 @@ def describe_environment() -> dict[str, Any]:
     import psutil
     import torch
 
+    from trainer_lib.foundation.device_types import toolkit_versions
+
     facts: dict[str, Any] = {
         "host": platform.node(),
         "system": platform.platform(),
@@ -29,8 +31,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
-    if torch.version.cuda is not None:
-        facts["cuda"] = torch.version.cuda
+    facts.update(toolkit_versions())
     # Only imported packages: nothing is imported just for its version.
     facts.update({name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules})
     script = sys.argv[0] if sys.argv else ""
@@ -106,8 +107,12 @@ def _processor() -> str:
 def _devices() -> dict[str, Any]:
     import torch
 
-    if not torch.cuda.is_available():
+    from trainer_lib.foundation.device_types import device_name
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return {}
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    count = torch.accelerator.device_count()
+    names = [device_name(torch.device(accelerator.type, index)) for index in range(count)]
     counts = {name: names.count(name) for name in names}
     return {"devices": ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())}

@@ -3,6 +3,7 @@
 import torch
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.device_types import has_index, is_shared
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
 from trainer_lib.processes.numa_affinity import set_numa_affinity
@@ -16,16 +17,16 @@ def choose_device(cpu: bool, world: World | None) -> torch.device:
     if requested is not None:
         return _requested_device(requested)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or (accelerator.type == "mps" and world is not None and world.size > 1):
+    if accelerator is None or (is_shared(accelerator.type) and world is not None and world.size > 1):
         return torch.device("cpu")
     return torch.device(accelerator.type, _index(accelerator.type, world))
 
 
 def use_device(device: torch.device) -> None:
     """Make `device` the current device of its type, and use the cores near it if the launcher asks for that."""
-    if device.type not in ("cpu", "mps", "meta") and device.index is not None:
+    if has_index(device):
         torch.accelerator.set_device_index(device.index)
-        if device.type == "cuda" and environment.cpu_affinity_requested():
+        if environment.cpu_affinity_requested():
             set_numa_affinity(device.index)
 
 

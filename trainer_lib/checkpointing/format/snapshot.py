@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
+from trainer_lib.foundation.device_types import pins_memory
 from trainer_lib.tensor_files.file_contents import Content, PickledTensors, Tensors
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
@@ -69,8 +70,10 @@ class Snapshots:
             if buffer.data_ptr() == tensor.data_ptr() or not tensor.numel():
                 continue
             source = tensor.detach()
-            if source.device.type != "cpu":
+            if pins_memory(source.device.type):
                 streams.copy(source, buffer)
+            elif source.device.type != "cpu":
+                buffer.copy_(source)
             elif _is_plain(source) and source.data_ptr() in left:
                 later += _pieces(_bytes(source), _bytes(buffer))
                 sources_of_later.append(source)
@@ -93,7 +96,7 @@ class Snapshots:
         if self._memory.numel() < end:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
             # An asynchronous copy from an accelerator needs pinned memory.
-            is_pinned = any(fits and tensor.device.type != "cpu" for tensor, fits in zip(tensors, fit, strict=True))
+            is_pinned = any(fits and pins_memory(tensor.device.type) for tensor, fits in zip(tensors, fit, strict=True))
             self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if is_pinned else _large_memory(end)
         return [
             self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trainer_lib.foundation.device_types import can_pin_memory
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -208,7 +209,7 @@ class FSDP(Strategy):
                 param_dtype=_COMPUTE_TYPES[self._mixed_precision], reduce_dtype=torch.float32
             )
         if self.plugin.offload.to_cpu:
-            pins = self.plugin.offload.pin_memory and torch.accelerator.is_available()
+            pins = self.plugin.offload.pin_memory and can_pin_memory()
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
         return arguments
 

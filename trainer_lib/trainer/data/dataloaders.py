@@ -11,6 +11,7 @@ from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed, p
 from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
+from trainer_lib.foundation.device_types import can_pin_memory
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.lengths import length_of
@@ -320,8 +321,7 @@ def _with_batched_reads(data: Any) -> Any:
 
 def _should_pin(data: Any) -> bool:
     """Whether an accelerator copies from pinned memory, and the data is on the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type == "mps":
+    if not can_pin_memory():
         return False
     columns = data.columns.values() if isinstance(data, Columns) else ()
     return all(column.device.type == "cpu" for column in columns if isinstance(column, torch.Tensor))

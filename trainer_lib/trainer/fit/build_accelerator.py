@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from trainer_lib.accelerator import Accelerator
+from trainer_lib.foundation.device_types import can_pin_memory
 from trainer_lib.foundation.environment import (
     deepspeed_requested,
+    make_cublas_deterministic,
     megatron_lm_requested,
     mixed_precision_requested,
 )
@@ -53,7 +55,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         cpu=args.use_cpu,
         dataloader_config=DataLoaderConfiguration(
             data_seed=args.seed if args.data_seed is None else args.data_seed,
-            non_blocking=bool(args.pin_memory),
+            non_blocking=can_pin_memory() if args.pin_memory is None else args.pin_memory,
             seed_each_sample=args.seed_each_sample,
             low_memory_shuffle=args.low_memory_shuffle,
         ),
@@ -118,6 +120,7 @@ def numerics(args: TrainingArguments) -> Generator[None]:
     if args.tf32 is not None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.deterministic:
+        make_cublas_deterministic()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False  # it may choose another algorithm each time
     try:

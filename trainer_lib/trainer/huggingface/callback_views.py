@@ -142,7 +142,7 @@ def _of_process(run: Run) -> dict[str, Any]:
     mode = ParallelMode.DISTRIBUTED if world > 1 else ParallelMode.NOT_PARALLEL
     values = (
         device,
-        int(device.type == "cuda"),
+        int(device.type != "cpu"),
         world,
         accelerator.process_index,
         accelerator.local_process_index,

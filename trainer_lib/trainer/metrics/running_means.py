@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.process_group import ProcessGroup
@@ -30,8 +31,7 @@ class RunningMeans:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        # Sums of thousands of float32 values lose digits; some devices have nothing better.
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._dtype = sum_dtype(device)
         self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
         self.weightless: set[str] = set()  # what had nothing to it at the last `collect`

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.state.partial_state import PartialState
 from trainer_lib.trainer.data.batch_rows import count_rows
@@ -139,7 +140,7 @@ class FunctionMetric(Metric):
         if values.numel() == 1:
             return values.reshape(()).to(self._device).double() * rows, float(rows)
         if values.ndim == 1 and len(values) == rows:
-            return values.to(self._device).sum(dtype=accurate(self._device)), float(rows)
+            return values.to(self._device).sum(dtype=sum_dtype(self._device)), float(rows)
         metric = f"{self.name}[{key!r}]" if key is not None else self.name
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigurationError(
@@ -156,7 +157,7 @@ class RunningSum:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._total = torch.zeros((), dtype=accurate(device), device=device)
+        self._total = torch.zeros((), dtype=sum_dtype(device), device=device)
         self._weight: Weight = 0.0
         self._has_values = False
 
@@ -174,11 +175,6 @@ class RunningSum:
     def read(self) -> tuple[float, float, bool]:
         """Return the sum, the weight, and whether anything was added."""
         return float(self._total), float(self._weight), self._has_values
-
-
-def accurate(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64, since float32 loses digits over thousands of values, or float32 on MPS."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def mean_loss() -> MeanMetric:
@@ -238,12 +234,12 @@ def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
 
 def _squared_error(name: str, output: EvaluationOutput) -> Measured:
     difference = _difference(name, output)
-    return difference.square().sum(dtype=accurate(difference.device)), float(difference.numel())
+    return difference.square().sum(dtype=sum_dtype(difference.device)), float(difference.numel())
 
 
 def _absolute_error(name: str, output: EvaluationOutput) -> Measured:
     difference = _difference(name, output)
-    return difference.abs().sum(dtype=accurate(difference.device)), float(difference.numel())
+    return difference.abs().sum(dtype=sum_dtype(difference.device)), float(difference.numel())
 
 
 def _difference(name: str, output: EvaluationOutput) -> Tensor:

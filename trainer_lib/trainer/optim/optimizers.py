@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_lib.foundation.device_types import has_fused_adam
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_any_keyword
@@ -16,7 +17,6 @@ from trainer_lib.trainer.optim.optimizer_packages import PATHS, load_by_name
 # torch has fused kernels for more optimizers, but those of SGD and Adagrad do not support the sparse gradients of
 # embeddings, which a parameter does not reveal.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
-_DEVICES_WITH_FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 _SET_BY_ARGUMENTS = {"params": "the model", "lr": "learning_rate", "weight_decay": "weight_decay"}
 
@@ -162,7 +162,7 @@ def _implementation(
         return {"foreach": False} if "foreach" in known else {}  # one by one: some weights are split, others whole
     if (
         kind in _FUSED
-        and device.type in _DEVICES_WITH_FUSED
+        and has_fused_adam(device.type)
         and all(tensor.is_floating_point() for tensor in _tensors(groups))
     ):
         return {"fused": True}
