@@ -41,6 +41,7 @@ from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProces
 from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from trainer_lib.options.enums import DistributedType as DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from trainer_lib.options.memory_options import MemoryKwargs as MemoryKwargs
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
 from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs

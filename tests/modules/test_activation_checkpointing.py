@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib import ConfigurationError
-from trainer_lib.modules.activation_checkpointing import checkpoint_activations
+from trainer_lib.modules.activation_checkpointing import checkpoint_activations, offload_activations
+from trainer_lib.options.recompute_policy import selective_contexts
 
 
 class _Block(nn.Module):
@@ -122,6 +123,116 @@ def test_every_second_layer_of_a_model_of_transformers_is_computed_again() -> No
     torch.testing.assert_close(every_second[0], plain[0], rtol=0, atol=0)
     assert (every_layer[1], every_second[1]) == ([2, 2, 2, 2], [2, 1, 2, 1])
     assert every_layer[2] < every_second[2] < plain[2]
+
+
+def _products(model: nn.Module, **options: Any) -> tuple[list[Any], int, int]:
+    """Return the gradients, and how often matrix products with weights ran in the forward and in the backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counts(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    if options:
+        checkpoint_activations(model, **options)
+    with Counts() as forward:
+        torch.manual_seed(1)
+        loss = model(torch.ones(3, 4)).sum()
+    with Counts() as backward:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()], forward.products, backward.products
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "matmul",
+        ["aten.addmm"],
+        ["aten::addmm.default"],
+        [torch.ops.aten.addmm],
+        lambda context, operation, *args, **kwargs: (
+            torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+            if operation is torch.ops.aten.addmm.default
+            else torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+        ),
+    ],
+    ids=["matmul", "name", "overload", "operation", "function"],
+)
+def test_operations_of_a_policy_are_not_computed_again(policy: Any) -> None:
+    plain, forward, backward = _products(_made())
+    gradients, *counts = _products(_made(), policy=policy)
+    torch.testing.assert_close(gradients, plain, rtol=0, atol=0)
+    assert counts == [forward, backward]
+    assert _products(_made(), policy="attention")[2] > backward
+
+
+def test_an_attention_that_drops_weights_is_computed_again() -> None:
+    with torch.library._scoped_library("trainer_lib_tests", "DEF") as library:
+        tags = (torch.Tag.nondeterministic_seeded,)
+        library.define("attention(Tensor x, float dropout_p=0.0) -> Tensor", tags=tags)
+        library.impl("attention", lambda x, p=0.0: x * torch.rand_like(x) if p else x * 2, "CPU")
+        library.impl("attention", _Attention.apply, "AutogradCPU")
+
+        class Dropping(_Block):
+            def forward(self, inputs: Tensor, *, scale: float = 1.0) -> Tensor:
+                attended = torch.ops.trainer_lib_tests.attention(self.inside(inputs), 0.5)
+                return self.dropout(torch.tanh(attended) * scale)
+
+        def gradients(**options: Any) -> list[Any]:
+            torch.manual_seed(0)
+            model = nn.Sequential(Dropping(), Dropping())
+            if options:
+                checkpoint_activations(model, **options)
+            return _gradients(model)
+
+        kept = gradients(policy=["trainer_lib_tests.attention"])
+        torch.testing.assert_close(kept, gradients(), rtol=0, atol=0)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float = 0.0) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = torch.ops.trainer_lib_tests.attention(x, p)
+        ctx.save_for_backward(output / x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (factor,) = ctx.saved_tensors
+        return gradients[0] * factor, None
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("matmull", r"policy must be \"matmul\", \"attention\", or operations .* Did you mean 'matmul'\?"),
+        (7, "policy must be .* \\(got 7\\)"),
+        (["aten.mmm"], "'aten.mmm', which is no operation of torch.* Did you mean 'aten.mm'"),
+        ([], "policy has no operations"),
+        (["aten.bernoulli"], "'aten.bernoulli', which draws random numbers"),
+    ],
+)
+def test_wrong_policies_are_refused(policy: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        selective_contexts(policy)
+
+
+def test_offload_goes_with_recomputation_and_without() -> None:
+    plain = _gradients(_made(5))
+    for options in ({}, {"every": 2}, {"policy": "matmul"}):
+        model = _made(5)
+        checkpoint_activations(model, offload=True, **options)
+        torch.testing.assert_close(_gradients(model), plain, rtol=0, atol=0)
+    model = _made(5)
+    offload_activations(model)
+    torch.testing.assert_close(_gradients(model), plain, rtol=0, atol=0)
+    assert [block.calls for block in model.blocks] == [1] * 5
+    with pytest.raises(ConfigurationError, match="activation_offload=True finds no repeated blocks in this Linear"):
+        offload_activations(nn.Linear(2, 2))
 
 
 def test_a_model_that_switches_all_layers_together_is_refused() -> None:

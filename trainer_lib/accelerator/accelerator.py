@@ -33,6 +33,7 @@ from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitP
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
@@ -74,7 +75,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         gradient_accumulation_plugin: The options of accumulation.
         step_scheduler_with_optimizer: Whether schedules step only when their optimizer steps; else each `step` moves
             them.
-        kwargs_handlers: Option objects for autocast, the loss scaler, fp8, the process group, DDP and the profiler.
+        kwargs_handlers: Option objects for autocast, the loss scaler, fp8, memory (`MemoryKwargs`), the process group,
+            DDP and the profiler.
         dynamo_backend: The `torch.compile` backend for prepared models; by default the launcher's setting.
         dynamo_plugin: All options of compilation, instead of `dynamo_backend`.
         deepspeed_plugins: The same as `deepspeed_plugin`.
@@ -193,6 +195,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.sequence_split = sequence_split(self.state.parallelism_config, self.device.type)
         self.profile_handler = handlers.get(ProfileKwargs) or ProfileKwargs()
         self._profiling = Profiling(self.group)
+        self.memory_options = handlers.get(MemoryKwargs) or MemoryKwargs()
+        construction.check_memory(self.memory_options, self.state)
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer

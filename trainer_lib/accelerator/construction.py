@@ -24,9 +24,11 @@ from trainer_lib.options.fp8_options import (
     TERecipeKwargs,
 )
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.strategies.registry import registered_options
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ _HANDLERS = (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    MemoryKwargs,
     ProfileKwargs,
     *_FP8_RECIPES,
 )
@@ -209,4 +212,19 @@ def check_compilation(
         raise ConfigurationError(
             "fullgraph=True does not work for a whole model under FSDP: FSDP gathers weights between blocks, which "
             "breaks the graph. Add use_regional_compilation=True, so that each block is one graph."
+        )
+
+
+def check_memory(options: MemoryKwargs, state: AcceleratorState) -> None:
+    """Raise for options that save memory in two ways at once, or cannot be compiled."""
+    fsdp, compilation = state.fsdp_plugin, state.dynamo_plugin
+    if options.gradient_checkpointing and fsdp is not None and fsdp.activation_checkpointing:
+        raise ConfigurationError(
+            "MemoryKwargs(gradient_checkpointing=True) and activation_checkpointing=True of the FSDP plugin set the "
+            "same thing. Give one of them."
+        )
+    if options.activation_offload and compilation.is_active and compilation.fullgraph:
+        raise ConfigurationError(
+            "activation_offload=True does not work with fullgraph=True: what is moved to host memory ends a graph. "
+            "Leave fullgraph out."
         )

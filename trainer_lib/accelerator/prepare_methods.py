@@ -16,7 +16,7 @@ from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.activation_checkpointing import checkpoint_activations
+from trainer_lib.modules.activation_checkpointing import checkpoint_activations, save_activation_memory
 from trainer_lib.modules.compilation import compile_model
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import keep_unpacked
@@ -24,6 +24,7 @@ from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler
+from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.precision import FullPrecision
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import GradientWindow
@@ -46,6 +47,7 @@ class PrepareMethods(CollectiveMethods):
     sequence_split: SequenceSplit
     precision: FullPrecision
     window: GradientWindow
+    memory_options: MemoryKwargs
 
     # Scripts written for Accelerate read these lists.
     _models, _optimizers, _schedulers = list_of("models"), list_of("optimizers"), list_of("schedulers")
@@ -147,6 +149,8 @@ class PrepareMethods(CollectiveMethods):
             model = self.strategy.place(model)
         if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.recomputes:
             checkpoint_activations(model)
+        if not evaluation_mode:
+            save_activation_memory(model, self.memory_options)
         self.sequence_split.attach(model)
         self.precision.wrap_forward(model)
         model = self.strategy.distribute(model, evaluation_mode)

@@ -3,6 +3,7 @@
 # pyright: reportPrivateUsage=false
 # Here, a module's compiled call has no public name.
 
+import functools
 import sys
 from collections.abc import Callable
 from types import MethodType
@@ -31,6 +32,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
             type(model).__name__,
         )
         return
+    _keep_out_of_graphs("trainer_lib.modules.activation_offload")
     compile_whole = plugin.use_regional_compilation is not True
     (_compile_whole if compile_whole else compile_regions)(model, **plugin.to_kwargs())
 
@@ -111,6 +113,13 @@ def _forward_of_torch(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # torch.compile starts at the first function outside of torch: without this one, a bare nn.Sequential or
     # nn.TransformerEncoderLayer would silently stay uncompiled.
     return type(self).forward(self, *args, **kwargs)
+
+
+@functools.cache
+def _keep_out_of_graphs(module: str) -> None:
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(module)
 
 
 def _is_ours(module: nn.Module) -> bool:

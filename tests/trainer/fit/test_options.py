@@ -48,6 +48,38 @@ def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
     torch.testing.assert_close(plain.state_dict(), saving.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing": True, "gradient_checkpointing_policy": "matmul"},
+        {"activation_offload": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_policy": ["aten.addmm"], "activation_offload": True},
+    ],
+)
+def test_what_is_kept_of_activations_changes_nothing(options: dict[str, Any]) -> None:
+    def weights(**options: Any) -> Any:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)]
+        model = nn.Sequential(*layers, nn.Linear(6, 2))
+        trainer(arguments(max_steps=3, **options), model=model).fit()
+        return model.state_dict()
+
+    torch.testing.assert_close(weights(**options), weights(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_checkpointing_policy": "matmul"}, "gradient_checkpointing_policy='matmul' has no effect without"),
+        ({"gradient_checkpointing_policy": "dots"}, 'gradient_checkpointing_policy must be "matmul", "attention"'),
+        ({"gradient_checkpointing_policy": print}, "A function goes to the engine"),
+    ],
+)
+def test_wrong_policies_of_activation_checkpointing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        arguments(**options)
+
+
 def test_gradient_checkpointing_of_every_second_block() -> None:
     def runs(**options: Any) -> list[int]:
         calls = [0] * 3

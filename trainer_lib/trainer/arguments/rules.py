@@ -10,6 +10,7 @@ from typing import Any
 from trainer_lib.foundation.duration import NEVER
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.metric_names import greater_is_better_for
+from trainer_lib.options.memory_options import check_checkpointing
 from trainer_lib.trainer.arguments import value_checks as checks
 
 Rule = Callable[..., None]
@@ -261,12 +262,10 @@ def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
 
 
 @_rule
-def _checkpointed_blocks(gradient_checkpointing_every: int, gradient_checkpointing: bool) -> None:
-    if gradient_checkpointing_every > 1 and not gradient_checkpointing:
-        raise ConfigurationError(
-            f"gradient_checkpointing_every={gradient_checkpointing_every} has no effect without "
-            "gradient_checkpointing=True. Set both, or leave it out."
-        )
+def _checkpointed_blocks(
+    gradient_checkpointing_every: int, gradient_checkpointing_policy: Any, gradient_checkpointing: bool
+) -> None:
+    check_checkpointing(gradient_checkpointing, gradient_checkpointing_every, gradient_checkpointing_policy)
 
 
 @_rule

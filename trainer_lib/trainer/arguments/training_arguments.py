@@ -252,6 +252,20 @@ class TrainingArguments(ArgumentsBase):
         "less is computed twice.",
         check=checks.whole(),
     )
+    gradient_checkpointing_policy: str | Sequence[str] | None = setting(
+        DEVICES,
+        None,
+        "With `gradient_checkpointing`, the operations that keep their outputs instead of being computed again: "
+        '"matmul" (matrix products with weights, and fused attention), "attention", or a list of names such as '
+        '["aten.mm"]; `None` keeps none.',
+        check=checks.recompute_policy,
+    )
+    activation_offload: bool = setting(
+        DEVICES,
+        False,
+        "Keep the activations of blocks in host memory until the backward; with `gradient_checkpointing`, what they "
+        "are computed from again.",
+    )
     chunked_cross_entropy: bool = setting(
         DEVICES,
         False,

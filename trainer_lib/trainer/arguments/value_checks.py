@@ -27,6 +27,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import check_precision
+from trainer_lib.options.recompute_policy import check_policy
 from trainer_lib.processes.exit_codes import REQUESTS
 from trainer_lib.trainer.arguments.type_hints import choices, has_fields, members
 from trainer_lib.trainer.huggingface.argument_conversion import convert, explain
@@ -209,6 +210,19 @@ def instances(expected: type) -> Check:
         return list(value)
 
     return check
+
+
+def recompute_policy(name: str, value: Any) -> str | list[str]:
+    """A policy of activation checkpointing by name, or the names of operations."""
+    if not isinstance(value, str) and not (isinstance(value, Sequence) and all(isinstance(v, str) for v in value)):
+        raise _refusal(
+            name,
+            value,
+            '"matmul", "attention", or a list of names such as ["aten.mm"]',
+            " A function goes to the engine: Accelerator(kwargs_handlers=[MemoryKwargs(…)]).",
+        )
+    check_policy(name, value)
+    return value if isinstance(value, str) else list(value)
 
 
 def path(name: str, value: Any) -> str:

@@ -21,6 +21,8 @@ _OF_ALL = {
         (
             "gradient_checkpointing",
             "gradient_checkpointing_every",
+            "gradient_checkpointing_policy",
+            "activation_offload",
             "chunked_cross_entropy",
             "use_liger_kernel",
             "sync_batchnorm",
