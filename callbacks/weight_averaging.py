@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.local_shards import local_shard
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.single_device import SingleDevice
@@ -172,7 +173,7 @@ def _buffers(run: Run) -> dict[str, Any]:
 
 def _local(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_shard(tensor)
 
 
 def _whole(tensor: Any) -> Tensor:

@@ -43,10 +43,23 @@ def batches(number: int) -> list[tuple[Tensor, Tensor]]:
     return [(batch, batch[:, :4].argmax(dim=1)) for batch in inputs]
 
 
-def losses(precision: str, steps: int = 24, sharded: bool = False, folder: Path | None = None) -> list[float]:
+def losses(
+    precision: str,
+    steps: int = 24,
+    sharded: bool = False,
+    folder: Path | None = None,
+    recipe: AORecipeKwargs | None = None,
+    **plugin_options: Any,
+) -> list[float]:
     """Train, and save after half of the steps; with a saved half in `folder`, only train the other one."""
-    plugin = FullyShardedDataParallelPlugin(min_num_params=4000) if sharded else None
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+    plugin = FullyShardedDataParallelPlugin(min_num_params=4000, **plugin_options) if sharded else None
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=2,
+        fsdp_plugin=plugin,
+        kwargs_handlers=[] if recipe is None else [recipe],
+    )
     model = network()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     resumes = folder is not None and folder.exists()
@@ -96,6 +109,42 @@ def test_shards_train_as_one_process_and_resume_bit_by_bit(tmp_path: Path) -> No
         # The scales are those of half a batch.
         assert whole == pytest.approx(expected, abs=1e-2)
         assert replicated == pytest.approx(expected, abs=1e-2)
+
+
+@pytest.mark.slow
+@needs_torchao
+def test_weights_that_are_gathered_in_fp8_train_and_resume_as_those_that_are_not(tmp_path: Path) -> None:
+    recipe = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+
+    def body() -> list[list[float]]:
+        folder = tmp_path / "state"
+        whole, resumed = (losses("fp8", sharded=True, folder=folder, recipe=recipe) for _ in range(2))
+        assert resumed == whole[12:]
+        others: list[dict[str, Any]] = [
+            {"reshard_after_forward": False},
+            {"cpu_offload": True},
+            {"state_dict_type": "FULL_STATE_DICT"},
+        ]
+        for number, options in enumerate(others):
+            where = tmp_path / str(number)
+            again = losses("fp8", sharded=True, folder=where, recipe=recipe, **options)
+            assert again == pytest.approx(whole, rel=1e-6)
+        return [whole, losses("fp8", sharded=True), losses("fp8")]
+
+    for whole, in_bf16, replicated in run_world(body, timeout=120):
+        assert whole == pytest.approx(replicated, rel=1e-6), "the scales are those of whole weights in fp32"
+        assert whole == pytest.approx(in_bf16, abs=1e-2)
+        assert whole != in_bf16
+
+
+@needs_torchao
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp"])
+def test_recipes_have_names(name: str) -> None:
+    in_fp8, in_bf16 = losses("fp8", steps=6, recipe=AORecipeKwargs(config=name)), losses("bf16", steps=6)
+    assert in_fp8 == pytest.approx(in_bf16, abs=1e-2)
+    assert in_fp8 != in_bf16
+    with pytest.raises(ConfigurationError, match=rf"works with config='tensorwise' \(got '{name}'\)"):
+        AORecipeKwargs(config=name, enable_fsdp_float8_all_gather=True)
 
 
 @needs_torchao
@@ -179,7 +228,7 @@ def test_a_configuration_of_torchao_is_used(caplog: pytest.LogCaptureFixture) ->
     layer: Any = model.get_submodule("1.0")
     assert layer.config.round_scales_to_power_of_2
     assert not layer.config.emulate
-    assert "enable_fsdp_float8_all_gather=True has no effect in this version" in caplog.text
+    assert "enable_fsdp_float8_all_gather=True has no effect without FSDP" in caplog.text
     assert type(layer.weight) is nn.Parameter, "weights stay plain tensors"
     with pytest.raises(ConfigurationError, match=r"Put pad_inner_dim into the Float8LinearConfig\."):
         AORecipeKwargs(config=config, pad_inner_dim=True)
@@ -223,6 +272,7 @@ def test_the_launcher_sets_what_a_script_does_not(monkeypatch: pytest.MonkeyPatc
             ConfigurationError,
             r"must be a torchao.float8.Float8LinearConfig \(got int",
         ),
+        (lambda: AORecipeKwargs(config="rowise"), ConfigurationError, "Did you mean 'rowwise'"),
         (lambda: TERecipeKwargs(fp8_format="E3"), ConfigurationError, "Known: E4M3, E5M2, HYBRID"),
         (lambda: TERecipeKwargs(override_linear_precision=(True,)), ConfigurationError, "three of True or False"),  # type: ignore[arg-type]
         (lambda: MSAMPRecipeKwargs(opt_level="O3"), ConfigurationError, "Known: O1, O2"),

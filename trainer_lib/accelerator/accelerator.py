@@ -192,6 +192,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.data_group,
             self.state.deepspeed_plugins,
         )
+        construction.warn_of_fp8_gather(self.precision, self.state.fsdp_plugin)
         self.sequence_split = sequence_split(self.state.parallelism_config, self.device.type)
         self.profile_handler = handlers.get(ProfileKwargs) or ProfileKwargs()
         self._profiling = Profiling(self.group)

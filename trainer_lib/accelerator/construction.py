@@ -28,6 +28,7 @@ from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig
+from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.strategies.registry import registered_options
 
@@ -173,6 +174,15 @@ def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any
             f"fp16={fp16} and mixed_precision={mixed_precision!r} contradict each other. Leave fp16 out."
         )
     return requested
+
+
+def warn_of_fp8_gather(precision: FullPrecision, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """Warn of weights that should be gathered in fp8, and are not gathered."""
+    if plugin is None and getattr(getattr(precision, "config", None), "enable_fsdp_float8_all_gather", False):
+        _logger.warning_once(
+            "enable_fsdp_float8_all_gather=True has no effect without FSDP: each rank has whole weights. Give an "
+            "FullyShardedDataParallelPlugin, or leave it out."
+        )
 
 
 def warn_of_fsdp1(notes: Sequence[str]) -> None:

@@ -572,7 +572,7 @@ def _fp8() -> list[Setting]:
             "te: compute forward, gradients of inputs and of weights in higher precision",
         ),
         "opt_level": (choice("O1", "O2"), None, "msamp, which this version does not run"),
-        "enable_fsdp_float8_all_gather": (YES_OR_NO, None, "ao: no effect: FSDP gathers weights in bf16"),
+        "enable_fsdp_float8_all_gather": (YES_OR_NO, None, "ao: FSDP gathers weights in fp8"),
         "pad_inner_dim": (YES_OR_NO, True, "ao: pad matrices to sizes that fp8 needs"),
     }
     return [

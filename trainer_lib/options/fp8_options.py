@@ -14,6 +14,7 @@ from trainer_lib.options.base import KwargsHandler, check_choice, check_count, c
 from trainer_lib.options.enums import FP8BackendType
 
 _FORMATS = ("HYBRID", "E4M3", "E5M2")
+_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of torchao
 _ALGORITHMS = ("max", "most_recent")
 
 
@@ -22,13 +23,13 @@ class AORecipeKwargs(KwargsHandler):
     """The options of `mixed_precision="fp8"` with torchao: linear layers multiply in fp8, with scales of each tensor.
 
     Args:
-        config: A `torchao.float8.Float8LinearConfig`, instead of the options below; by default torchao's, emulated on
-            the CPU.
+        config: One of torchao's recipes by name, "tensorwise" (the default), "rowwise" or "rowwise_with_gw_hp", which
+            is emulated on the CPU; or a `torchao.float8.Float8LinearConfig` instead of the options below.
         module_filter_func: A function of a linear layer and its name that says whether to convert it; by default all
             but the first and the last one, and those whose sizes are no multiples of 16.
         pad_inner_dim: Whether to pad matrices to sizes that fp8 needs; by default the launcher's setting, or yes.
-        enable_fsdp_float8_all_gather: Whether FSDP gathers weights in fp8. This version gathers them in bf16, and a
-            warning says so.
+        enable_fsdp_float8_all_gather: Whether FSDP gathers the weights of these layers in fp8 instead of bf16; with
+            the recipe "tensorwise" only. By default the launcher's setting, or no.
 
     Example:
         >>> AORecipeKwargs(module_filter_func=lambda module, name: "mlp" in name).pad_inner_dim
@@ -42,7 +43,9 @@ class AORecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check the values, and read the launcher's."""
-        if self.config is not None and not hasattr(self.config, "cast_config_weight"):
+        if isinstance(self.config, str):
+            check_choice("config", self.config, _RECIPES)
+        elif self.config is not None and not hasattr(self.config, "cast_config_weight"):
             raise ConfigurationError(
                 f"config must be a torchao.float8.Float8LinearConfig (got {type(self.config).__name__})."
             )
@@ -52,14 +55,19 @@ class AORecipeKwargs(KwargsHandler):
             )
         for name, default in (("pad_inner_dim", True), ("enable_fsdp_float8_all_gather", False)):
             value = getattr(self, name)
-            if value is None and self.config is None:
+            if value is None and (self.config is None or isinstance(self.config, str)):
                 setattr(self, name, _flag(name, default=default))
             elif value is not None:
                 check_flag(name, value)
-                if self.config is not None:
+                if self.config is not None and not isinstance(self.config, str):
                     raise ConfigurationError(
                         f"AORecipeKwargs got both config and {name}={value}. Put {name} into the Float8LinearConfig."
                     )
+        if self.config not in (None, "tensorwise") and self.enable_fsdp_float8_all_gather:
+            raise ConfigurationError(
+                f"enable_fsdp_float8_all_gather=True works with config='tensorwise' (got {self.config!r}): a shard "
+                "holds parts of columns, whose scales no rank knows. Leave one of them out."
+            )
 
 
 @dataclass

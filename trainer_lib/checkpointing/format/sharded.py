@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.checkpointing.format.state_parts import State, StateOptions, Weights, state_files
+from trainer_lib.foundation.local_shards import local_shard
 from trainer_lib.tensor_files.file_contents import Content, Json
 from trainer_lib.tensor_files.rank_shards import (
     SHARDS_ENDING,
@@ -141,7 +142,7 @@ def _chunk(value: Any, rank: int) -> Chunk | None:
     # The first of several replicas writes: a mesh of some ranks holds what others hold too, unless rank 0 is in it.
     if 0 not in mesh.mesh or any(at and placement.is_replicate() for at, placement in places):
         return None
-    local = value._local_tensor.detach()
+    local = local_shard(value).detach()
     return Chunk(local, _region(value)[1]) if local.numel() else None
 
 

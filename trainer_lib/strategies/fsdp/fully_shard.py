@@ -16,6 +16,7 @@ from trainer_lib.modules.ties import first_names
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
+from trainer_lib.strategies.fsdp.float8_gather import Float8Gather
 from trainer_lib.strategies.fsdp.replicated_params import ReplicatedParameters
 from trainer_lib.strategies.fsdp.wrap_policy import ignored_modules, modules_to_wrap
 from trainer_lib.strategies.validate import check_has_whole_weights
@@ -86,6 +87,8 @@ class ShardedModel:
         first = first_names(model)
         values = None if splitting.is_done else materialize.empty(model, kept)
         splitting.apply(model)
+        offloads = plugin.offload.to_cpu
+        in_fp8 = Float8Gather(model, plugin.reshard_after_forward, offloads) if splitting.shards else None
         self._blocks: list[FSDPModule] = []
         if splitting.shards:
             held = set(model.modules())
@@ -94,6 +97,8 @@ class ShardedModel:
         if values is not None:
             self._fill(values, first)
         splitting.finish(model)
+        if in_fp8 is not None:
+            in_fp8.watch(model)
         # Code that reads weights between two steps should see shards, even after a forward without a backward.
         model.register_forward_hook(self._after_forward, always_call=True)
         named = dict(model.named_parameters())
