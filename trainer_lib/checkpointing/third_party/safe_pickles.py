@@ -15,8 +15,12 @@ import torch
 from trainer_lib.foundation.errors import CheckpointError
 
 
-def read_pickle(path: Path) -> Any:
+def read_pickle(path: Path, *, in_place: bool = False) -> Any:
     """Return the contents of a file.
+
+    Args:
+        path: The file.
+        in_place: Whether tensors stay in the file until they are read.
 
     Raises:
         CheckpointError: If it holds more than tensors and plain values, or cannot be read.
@@ -24,7 +28,7 @@ def read_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns about pickle protocols that it does not write
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=in_place)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused, and no code in it was run: the pickle holds more than tensors and plain values "
@@ -32,6 +36,31 @@ def read_pickle(path: Path) -> Any:
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {_reason(error)}") from error
+
+
+def read_tensors(path: Path) -> Any:
+    """Return the contents of a file whose objects other than tensors and plain values are not needed.
+
+    Such an object becomes a placeholder: its class is neither imported nor called. Tensors stay in the file until they
+    are read.
+
+    Raises:
+        CheckpointError: If it names a function of the operating system, or cannot be read.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {_reason(error)}") from error
+    with torch.serialization.safe_globals([(_Placeholder, name) for name in names]):
+        return read_pickle(path, in_place=True)
+
+
+class _Placeholder:
+    """Stands for an object of a class that is not known."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Placeholder":
+        del args, kwargs
+        return super().__new__(cls)
 
 
 def read_generators(path: Path) -> dict[str, Any]:

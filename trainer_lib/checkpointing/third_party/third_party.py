@@ -130,9 +130,9 @@ def _refuse_unreadable(folder: Path) -> None:
     sharded = sorted(path.name for path in folder.iterdir() if _UNREADABLE.fullmatch(path.name))
     if sharded:
         raise UnsupportedError(
-            f"{folder} was saved by DeepSpeed, or by FSDP with LOCAL_STATE_DICT ({', '.join(sharded)}): only their own "
-            "tools can join these shards. For the weights alone, join them (DeepSpeed: zero_to_fp32.py), then use "
-            "load_checkpoint_in_model(model, folder)."
+            f"{folder} has shards that cannot be joined here, of DeepSpeed or of FSDP with LOCAL_STATE_DICT "
+            f"({', '.join(sharded)}). For DeepSpeed's weights alone: `trainer-lib checkpoint zero-to-fp32 {folder} "
+            "TARGET`, then load_checkpoint_in_model(model, TARGET)."
         )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer_lib.commands.checkpoint import convert
+from trainer_lib.commands.checkpoint import convert, zero_to_fp32
 from trainer_lib.commands.subcommands import Parser
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.byte_sizes import convert_bytes
@@ -34,7 +34,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(required=True, metavar="list | verify | inspect | prune | consolidate | convert")
+    verbs = parser.add_subparsers(
+        required=True, metavar="list | verify | inspect | prune | consolidate | convert | zero-to-fp32"
+    )
     _add(verbs, "list", _list, "list checkpoints: step, size, age, metrics, why each is kept")
     verify = _add(verbs, "verify", _verify, "read every byte of the newest checkpoint, and name what is damaged")
     verify.add_argument("--all", action="store_true", help="of all checkpoints")
@@ -48,11 +50,22 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_options(
         _add(verbs, "convert", convert.convert, "convert a checkpoint from or to Hugging Face's Trainer or Accelerate")
     )
+    zero_to_fp32.add_options(
+        _add(
+            verbs,
+            "zero-to-fp32",
+            zero_to_fp32.zero_to_fp32,
+            "write the whole fp32 weights of a ZeRO checkpoint, of DeepSpeed's or this library's",
+            aliases=["zero_to_fp32"],
+        )
+    )
     return parser
 
 
-def _add(verbs: Any, name: str, verb: Callable[[argparse.Namespace], int], what: str) -> argparse.ArgumentParser:
-    parser = verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+def _add(
+    verbs: Any, name: str, verb: Callable[[argparse.Namespace], int], what: str, aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, aliases=aliases, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument("folder", metavar="DIR", type=_path)
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(verb=verb)

@@ -44,6 +44,22 @@ class EngineModel(nn.Module):
             )
         return outputs
 
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, client_state: Any = None, **kwargs: Any) -> bool:
+        """Save in DeepSpeed's format: the shards of all ranks, which `trainer-lib checkpoint zero-to-fp32` joins.
+
+        All ranks call it. `accelerator.save_state` saves what a run needs to resume.
+
+        Args:
+            save_dir: The folder for all checkpoints.
+            tag: The name of this one; by default the number of steps.
+            client_state: Further values to save.
+            **kwargs: Options of DeepSpeed's method.
+        """
+        engine = self.__dict__["engine"]
+        if engine is None:
+            raise PreparationError("save_checkpoint needs DeepSpeed's engine: give prepare() the optimizer too.")
+        return engine.save_checkpoint(str(save_dir), tag=tag, client_state=client_state or {}, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         """Return another attribute of the model, such as its `config`."""
         try:
