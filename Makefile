@@ -19,13 +19,14 @@ VENV = $(PYTHON) -m venv .venv
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 endif
 
-.PHONY: help demo test test-slow test-all test-gpu test-gpus mutants soak lint format bench clean
+.PHONY: help demo test test-slow test-deepspeed test-all test-gpu test-gpus mutants soak lint format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small network to read handwritten digits, in a minute"
 	@echo "make test       run the tests of the core: at most five minutes on two cores"
 	@echo "make test-slow  run the tests that make test leaves out"
+	@echo "make test-deepspeed  run the tests that need DeepSpeed, in an environment of their own"
 	@echo "make test-all   run all tests, as .ci/run does"
 	@echo "make test-gpu   run what only a GPU with CUDA shows; make test-gpus: what only several show"
 	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
@@ -44,7 +45,12 @@ test: .venv/with-test
 test-slow: .venv/with-test
 	$(PYTEST) -m slow
 
-test-all: test test-slow
+# Only these tests see DeepSpeed: Accelerate and others import it wherever they find it, which takes seconds each time.
+test-deepspeed: .venv/with-deepspeed-apart
+	PYTHONPATH=$(CURDIR)/$(DEEPSPEED) DS_BUILD_OPS=0 $(BIN)/python -m pytest -n auto --maxprocesses 3 --dist loadfile \
+		tests/strategies/test_deepspeed.py tests/trainer/fit/test_deepspeed_runs.py tests/commands/test_launch_deepspeed.py
+
+test-all: test test-slow test-deepspeed
 
 # By themselves: a fork of a process that has used a GPU cannot train, and most other tests fork.
 test-gpu: .venv/with-test
@@ -90,4 +96,12 @@ clean:
 .venv/with-%: .venv/with-torch pyproject.toml
 	@echo "Installing trainer_lib[$*] into .venv ..."
 	@$(INSTALL) -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# DeepSpeed is built against the torch that is there, and compiles its operations when they are used, or never.
+DEEPSPEED := .venv/deepspeed
+.venv/with-deepspeed-apart: .venv/with-test
+	@echo "Installing DeepSpeed into $(DEEPSPEED) ..."
+	@DS_BUILD_OPS=0 $(INSTALL) -c constraints.txt --no-build-isolation --no-deps --upgrade --target $(DEEPSPEED) \
+		deepspeed einops hjson ninja py-cpuinfo
 	@touch $@

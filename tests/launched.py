@@ -41,7 +41,8 @@ def run_launched(
     file.write_text(script)
     launcher = [sys.executable, "-m", "trainer_lib.commands.main", "launch"]
     launcher += ["--cpu", "--num_processes", str(num_processes), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     return subprocess.run(
         [*launcher, str(file), *arguments],
         env=environment,

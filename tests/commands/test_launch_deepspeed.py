@@ -119,7 +119,9 @@ def test_a_loop_is_launched_from_a_file(tmp_path: Path) -> None:
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_trainer_is_launched_by_options(tmp_path: Path) -> None:
+def test_a_trainer_is_launched_by_options(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--soak"):
+        pytest.skip("a launch from a file is the sample: --soak")
     told = launched(tmp_path, "trainer", "--use_deepspeed", "--zero_stage", "2", "--gradient_clipping", "auto")
     expected = launched(tmp_path, "trainer")
     assert [told[:2], expected[:2]] == [[2, 2], [None, 2]], "without DeepSpeed: DDP"

@@ -42,6 +42,12 @@ def package() -> Any:
         return importlib.import_module("deepspeed")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let runs have stage 3, or all stages with `--soak`."""
+    if "stage" in metafunc.fixturenames:
+        metafunc.parametrize("stage", [0, 1, 2, 3] if metafunc.config.getoption("--soak") else [3])
+
+
 def config(stage: int) -> dict[str, Any]:
     """Return a config of one stage."""
     return {**CONFIG, "zero_optimization": {"stage": stage}}
@@ -61,7 +67,6 @@ class Killed(Callback):
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_runs_resume_bit_by_bit_and_have_the_numbers_of_ddp(stage: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "weight_decay": 0.1}
 
