@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from tests.options import deepspeed_table
 from trainer_lib import Accelerator, DeepSpeedPlugin
 from trainer_lib.accelerator import construction
+from trainer_lib.accelerator.deepspeed_config import apply_config
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
 from trainer_lib.options.deepspeed.auto_values import training_values
 from trainer_lib.options.deepspeed.deepspeed_plugin import KEYS
-from trainer_lib.utils.deepspeed import HfDeepSpeedConfig
+from trainer_lib.utils.deepspeed import DummyOptim, HfDeepSpeedConfig
 
 # zero_stage2_config.json of Accelerate's handbook.
 HANDBOOK: dict[str, Any] = {
@@ -148,6 +151,33 @@ def test_each_field_is_a_value_of_the_file_and_read_from_it(field: str, value: A
 def test_every_field_with_a_key_is_tested() -> None:
     marks: Any = test_each_field_is_a_value_of_the_file_and_read_from_it
     assert {field for field, _ in marks.pytestmark[0].args[1]} == set(KEYS)
+
+
+def test_the_page_says_what_becomes_of_each_field() -> None:
+    text = deepspeed_table.PAGE.read_text()
+    assert text == deepspeed_table.with_tables(text), "Write it by: python -m tests.options.deepspeed_table"
+    assert not set(deepspeed_table.MAPPED) & set(deepspeed_table.UNSUPPORTED)
+    for name in deepspeed_table.UNSUPPORTED:
+        fields: dict[str, Any] = {name: True}
+        with pytest.raises(UnsupportedError, match=name):
+            DeepSpeedPlugin(**fields)
+
+
+def test_a_number_of_the_config_that_beats_a_dummys_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    config: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": "auto", "eps": 1e-6}},
+        "zero_optimization": {"stage": 0},
+    }
+    for options, said in (
+        ({}, []),
+        ({"lr": 0.01, "weight_decay": 0.5}, []),
+        ({"lr": 0.001}, ["optimizer.params.lr is 0.01 in the DeepSpeed config and 0.001 in DummyOptim"]),
+        ({"eps": 1e-8}, ["optimizer.params.eps is 1e-06 in the DeepSpeed config and 1e-08 in DummyOptim"]),
+    ):
+        caplog.clear()
+        made = apply_config(DeepSpeedPlugin(config), [DummyOptim(nn.Linear(2, 1).parameters(), **options)], 1, 1)
+        assert (made[0].defaults["lr"], made[0].defaults["eps"]) == (0.01, 1e-6)
+        assert [message.split(":")[0] for message in caplog.messages] == said
 
 
 def test_defaults_are_stage_2_without_a_file_and_deepspeeds_stage_with_one() -> None:

@@ -3,7 +3,9 @@
 import functools
 import importlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +25,16 @@ from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.launchers import run_forked
 from trainer_lib.state import PartialState
 from trainer_lib.strategies.deepspeed.engine_config import engine_config
-from trainer_lib.utils.deepspeed import DummyOptim, DummyScheduler, get_active_deepspeed_plugin
+from trainer_lib.utils import GatheredParameters
+from trainer_lib.utils.deepspeed import (
+    DummyOptim,
+    DummyScheduler,
+    get_active_deepspeed_plugin,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 
 needs_deepspeed = pytest.mark.skipif(
-    not is_deepspeed_available(), reason="DeepSpeed is not installed (the extra deepspeed)"
+    not is_deepspeed_available(), reason="DeepSpeed is not installed: make test-deepspeed"
 )
 
 
@@ -266,30 +274,41 @@ def test_a_script_whose_config_has_all() -> None:
         assert other[1] == pytest.approx(first[1], rel=2e-6)
 
 
+# Each kind and each plugin once; all of them with `--soak`.
+SAMPLE = [(kind, list(PLUGINS)[number % len(PLUGINS)]) for number, kind in enumerate(KINDS)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the test of the matrix its cases."""
+    if "pairs" in metafunc.fixturenames:
+        is_whole = metafunc.config.getoption("--soak")
+        pairs = [(kind, plugin) for kind in KINDS for plugin in PLUGINS] if is_whole else SAMPLE
+        metafunc.parametrize(("kind", "plugin", "pairs"), [(*pair, tuple(pairs)) for pair in pairs],
+                             ids=[", ".join(pair) for pair in pairs])  # fmt: skip
+
+
 @functools.cache
-def results() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what each case tells in one process, and with each plugin in two."""
-    (alone,) = run_forked(_all, (False,), 1, timeout=200)
-    return alone, run_forked(_all, (True,), 2, timeout=400)
+def results(pairs: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what each kind tells in one process, and with its plugins in two."""
+    (alone,) = run_forked(_all, ([(kind, "") for kind in dict(pairs)], False), 1, timeout=200)
+    return alone, run_forked(_all, (pairs, True), 2, timeout=400)
 
 
-def _all(shards: bool) -> dict[str, Any]:
+def _all(pairs: Sequence[tuple[str, str]], shards: bool) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for name, case in KINDS.items():
-        for plugin in PLUGINS if shards else [""]:
-            kind = Flat if case.kind is Stack else case.kind
-            chosen = replace(case, kind=kind, deepspeed=True, plugin=PLUGINS.get(plugin, {}))
-            told[f"{name} {plugin}"] = train(chosen, shards, epochs=2 if case.steps > 1 else 1)
+    for name, plugin in pairs:
+        case = KINDS[name]
+        kind = Flat if case.kind is Stack else case.kind
+        chosen = replace(case, kind=kind, deepspeed=True, plugin=PLUGINS.get(plugin, {}))
+        told[f"{name} {plugin}"] = train(chosen, shards, epochs=2 if case.steps > 1 else 1)
     return told
 
 
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
-@pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_zero_trains_as_one_process_does(kind: str, plugin: str) -> None:
-    alone, together = results()
+def test_zero_trains_as_one_process_does(kind: str, plugin: str, pairs: tuple[tuple[str, str], ...]) -> None:
+    alone, together = results(pairs)
     expected, result = alone[f"{kind} "], together[0][f"{kind} {plugin}"]
     assert result["losses"] == pytest.approx(expected["losses"], rel=2e-6)
     assert result["norms"] == pytest.approx(expected["norms"], rel=2e-6)
@@ -322,6 +341,91 @@ def test_weights_of_experts_are_gathered_together() -> None:
     for message in run_forked(body, ("Expert",), 2, timeout=100):
         assert "Unknown class in transformer_moe_cls_names 'Expert'" in message
         assert "Did you mean 'Experts'?" in message
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_models_of_transformers_are_built_in_shards(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokens = torch.randint(0, 32, (2, 12))
+
+    def train_steps(accelerator: Accelerator, network: Any, rows: Tensor) -> list[float]:
+        model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+        losses: list[float] = []
+        for _ in range(3):
+            loss = model(input_ids=rows, labels=rows).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        return losses
+
+    def body() -> Any:
+        sharded_always = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        plugin = DeepSpeedPlugin({"zero_optimization": sharded_always})
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        with plugin.zero3_init_context_manager(enable=False):
+            whole = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        network = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        sizes = [sum(p.numel() for p in built.parameters()) for built in (whole, network)]
+        rank = accelerator.process_index
+        losses = train_steps(accelerator, network, tokens[rank : rank + 1])
+        norm = network.get_parameter("model.norm.weight")
+        before = norm.shape
+        with GatheredParameters(network.parameters(), modifier_rank=0):
+            inside = norm.shape
+            norm.data.fill_(rank + 3.0)
+        weights = accelerator.get_state_dict(network)
+        name = "model.norm.weight"
+        return (
+            sizes,
+            losses,
+            tuple(before),
+            tuple(inside),
+            weights[name].tolist() if rank == 0 else None,
+            sorted(weights),
+        )
+
+    expected = train_steps(Accelerator(cpu=True), LlamaForCausalLM.from_pretrained(tmp_path / "model"), tokens)
+    first, second = run_forked(body, num_processes=2, timeout=100)
+    for sizes, losses, before, inside, *_ in (first, second):
+        assert sizes[0] > 0
+        assert sizes[1] == 0, "a rank builds its shards alone"
+        assert losses == pytest.approx(expected, rel=2e-6)
+        assert (before, inside) == ((0,), (16,))
+    assert first[4] == [3.0] * 16, "what rank 0 wrote is what is saved"
+    assert "lm_head.weight" in first[5]
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_a_checkpoint_of_deepspeeds_format_is_saved_and_joined(tmp_path: Path) -> None:
+    def body(stage: int) -> Any:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        network = sharded.stack(Flat)
+        model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.1))
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.save_checkpoint(tmp_path / str(stage), "mine", {"step": 2})
+        accelerator.wait_for_everyone()
+        return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+    for stage in (1, 3):
+        expected = run_forked(body, (stage,), 2, timeout=100)[0]
+        weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path / str(stage))
+        assert set(weights) == set(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
 
 
 @needs_deepspeed

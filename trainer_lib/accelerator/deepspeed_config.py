@@ -1,7 +1,7 @@
 """What a DeepSpeed config says of the objects given to `prepare`: "auto" values filled, optimizer and schedule made."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.deepspeed.auto_values import training_values
 from trainer_lib.options.deepspeed.config_file import AUTO, values_of
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.deepspeed.placeholders import DummyOptim, DummyScheduler
+
+_logger = get_logger(__name__)
 
 _OPTIMIZERS: dict[str, type[Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -93,6 +96,24 @@ def _fill(
     compared = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     filled |= {key: known[key] for key in compared if key in known and plugin.get_value(key) is not None}
     plugin.deepspeed_config_process("", None, None, True, **filled)
+    for dummy, section in ((optimizers, "optimizer"), (schedules, "scheduler")):
+        if dummy:
+            _name_differences(plugin, type(dummy[0]).__name__, section, dummy[0].given)
+
+
+def _name_differences(plugin: DeepSpeedPlugin, kind: str, section: str, given: Mapping[str, Any]) -> None:
+    """Warn of numbers that a script gives to a dummy and that the config, which counts, says otherwise."""
+    for name, value in given.items():
+        key = f"{section}.params.{name}"
+        if plugin.get_value(key) not in (None, value):
+            _logger.warning(
+                '%s is %r in the DeepSpeed config and %r in %s: the config counts. Write "auto" into it to use the '
+                "script's value.",
+                key,
+                plugin.get_value(key),
+                value,
+                kind,
+            )
 
 
 def _optimizer(plugin: DeepSpeedPlugin, dummy: DummyOptim) -> Optimizer:

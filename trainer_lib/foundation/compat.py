@@ -1,9 +1,10 @@
 """Functions of Accelerate's utilities: names of objects, nested attributes, merged dicts, and dicts of threads."""
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import reduce
+from importlib import import_module
 from typing import Any
 
 
@@ -42,9 +43,33 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 def GatheredParameters(  # noqa: N802 - the name is DeepSpeed's
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Generator[None]:
-    """Do nothing: the block runs with the parameters as they are, as with Accelerate without DeepSpeed's ZeRO-3."""
-    del params, modifier_rank, fwd_module, enabled
-    yield
+    """Make parameters that DeepSpeed's ZeRO-3 shards whole inside the block, which all ranks enter; others stay.
+
+    Args:
+        params: A parameter, or several of them.
+        modifier_rank: The rank whose changes all ranks get, the optimizer's fp32 weights too; `None` for none.
+        fwd_module: The module that uses them in a forward, for parameters of other modules.
+        enabled: Whether to gather them.
+    """
+    given: list[Any] = list(params) if isinstance(params, Iterable) and not hasattr(params, "ds_id") else [params]
+    sharded = [parameter for parameter in given if hasattr(parameter, "ds_id")] if enabled else []
+    if not sharded:
+        yield
+        return
+    gathered = import_module("deepspeed").zero.GatheredParameters
+    with gathered(sharded, modifier_rank=modifier_rank, fwd_module=fwd_module):
+        yield
+        if modifier_rank is not None:
+            _set_fp32_weights(sharded, modifier_rank)
+
+
+def _set_fp32_weights(parameters: Iterable[Any], rank: int) -> None:
+    """Give the fp32 weights that an optimizer steps the values that one rank has, which its next step would undo."""
+    utilities, communication = import_module("deepspeed.utils"), import_module("torch.distributed")
+    for parameter in parameters:
+        if hasattr(parameter, "_z3_optimizer"):
+            communication.broadcast(parameter.data, rank)
+            utilities.safe_set_full_fp32_param(parameter, parameter.data.float())
 
 
 class ThreadLocalSharedDict:

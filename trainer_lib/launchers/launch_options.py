@@ -490,7 +490,7 @@ def _deepspeed() -> list[Setting]:
         zero("offload_optimizer_nvme_path", FILLED, "the folder of nvme"),
         zero("offload_param_nvme_path", FILLED, "the folder of nvme"),
         zero("gradient_clipping", NUMBER_OR_AUTO, "the largest norm of the gradients", "ACCELERATE_GRADIENT_CLIPPING"),
-        zero("zero3_init_flag", YES_OR_NO, "said for Accelerate: prepare() shards models",
+        zero("zero3_init_flag", YES_OR_NO, "shard models of transformers while they are built",
              "ACCELERATE_DEEPSPEED_ZERO3_INIT"),
         zero("zero3_save_16bit_model", YES_OR_NO, "said for Accelerate: save_model() gathers weights"),
         zero("deepspeed_moe_layer_cls_names", FILLED, "classes of mixture-of-experts layers, with commas",

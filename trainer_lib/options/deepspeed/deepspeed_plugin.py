@@ -1,6 +1,7 @@
 """Options of DeepSpeed, under Accelerate's names."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from trainer_lib.options.base import check_choice, check_count, check_flag, chec
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
 from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig
 from trainer_lib.options.deepspeed.launcher_values import fill_from_launcher
+from trainer_lib.options.deepspeed.zero3_init import built_models, construction_config
 
 KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -51,7 +53,8 @@ class DeepSpeedPlugin:
         offload_param_device: Where weights are kept: "none", "cpu" or "nvme"; needs stage 3.
         offload_optimizer_nvme_path: The folder for "nvme".
         offload_param_nvme_path: The folder for "nvme".
-        zero3_init_flag: Whether models are sharded while they are built; by default with stage 3.
+        zero3_init_flag: Whether models of transformers are sharded while they are built, once there is an
+            `Accelerator`; by default with stage 3.
         zero3_save_16bit_model: Whether stage 3 gathers 16-bit weights to save them.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, whose weights are gathered together.
         enable_msamp: Not supported.
@@ -122,6 +125,10 @@ class DeepSpeedPlugin:
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are sharded while they are built."""
         return bool(self.zero3_init_flag)
+
+    def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which models of transformers are built whole, or sharded with `enable=True`."""
+        return built_models(construction_config(self.hf_ds_config) if enable else None)
 
     def micro_batch_size(self, batch_sizes: Sequence[int]) -> int:
         """Return the batch size for DeepSpeed out of those of several loaders (see `is_train_batch_min`)."""
@@ -265,10 +272,6 @@ class DeepSpeedPlugin:
 
     def _fit_stage_3(self) -> None:
         """Note what has no effect; the flags of stage 3 are off in other stages."""
-        if self.zero_stage == 3 and self.zero3_init_flag is True:
-            self._notes.append(
-                "zero3_init_flag=True has no effect: ranks build whole models, and prepare() shards them"
-            )
         if self.zero_stage == 3 and self.zero3_save_16bit_model is True:
             self._notes.append("zero3_save_16bit_model=True has no effect: save_model() gathers weights in any case")
         if self.zero3_init_flag is None:

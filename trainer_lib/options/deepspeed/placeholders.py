@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+_DEFAULT_LR = float("0.001")  # an object of its own, so that a script's 0.001 is known to be given
+
 
 class DummyOptim:
     """Stands for the optimizer in the section `optimizer` of a DeepSpeed config; `prepare` replaces it.
@@ -19,9 +21,15 @@ class DummyOptim:
         0.001
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+    def __init__(self, params: Iterable[Any], lr: float = _DEFAULT_LR, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = list(params)
         self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values of the section that the script gave, by their names in it."""
+        values = {"lr": None if self.lr is _DEFAULT_LR else self.lr, "weight_decay": self.weight_decay or None}
+        return {name: value for name, value in (values | self.kwargs).items() if value is not None}
 
 
 class DummyScheduler:
@@ -46,3 +54,9 @@ class DummyScheduler:
         self.optimizer = optimizer
         self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
         self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values of the section that the script gave, by their names in it."""
+        values = {"total_num_steps": self.total_num_steps, "warmup_num_steps": self.warmup_num_steps or None}
+        return {name: value for name, value in (values | self.kwargs).items() if value is not None}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+from trainer_lib.options.deepspeed.zero3_init import construction_config, shard_built_models
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.averages_in_flight import AveragesInFlight
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
@@ -48,6 +49,9 @@ class DeepSpeed(Strategy):
         for note in plugins.active.notes:
             _logger.warning_once("DeepSpeedPlugin: %s.", note)
         self._plugins = plugins
+        self._construction = construction_config(plugins.active.hf_ds_config)  # transformers holds a weak reference
+        if plugins.active.is_zero3_init_enabled():
+            shard_built_models(self._construction)
         self._models: list[EngineModel] = []
         self._optimizers: list[ZeroOptimizer] = []
         self._groups: dict[ZeroOptimizer, list[list[Tensor]]] = {}

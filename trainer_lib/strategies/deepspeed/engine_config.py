@@ -12,7 +12,7 @@ from trainer_lib.options.deepspeed.config_file import HfDeepSpeedConfig
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
 # The accumulation window, clipping, precision, optimizer and schedule are the Accelerator's.
-_OURS = (
+OURS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -26,7 +26,7 @@ _OURS = (
     "steps_per_print",
     "wall_clock_breakdown",
 )
-_REFUSED = {
+REFUSED = {
     "zero_optimization.zero_hpz_partition_size": "secondary shards (hpZ)",
     "zero_optimization.zero_quantized_gradients": "quantized gradients",
     "zenflow": "ZenFlow",
@@ -54,7 +54,7 @@ def engine_config(plugin: DeepSpeedPlugin, model: nn.Module) -> dict[str, Any]:
         UnsupportedError: If the config asks for what does not work with this library's accumulation window.
     """
     config = HfDeepSpeedConfig(plugin.hf_ds_config)
-    for key, feature in _REFUSED.items():
+    for key, feature in REFUSED.items():
         if _is_on(config.get_value(key)):
             raise UnsupportedError(f"The DeepSpeed config sets {key}, which this version does not support: {feature}.")
     if "nvme" in (plugin.offload_optimizer_device, plugin.offload_param_device):
@@ -62,7 +62,7 @@ def engine_config(plugin: DeepSpeedPlugin, model: nn.Module) -> dict[str, Any]:
             "The DeepSpeed config offloads to NVMe, which this version does not support: the factor of an accumulation "
             "window and clipping need the gradients in memory. Offload to 'cpu'."
         )
-    for key in _OURS:
+    for key in OURS:
         config.del_config_sub_tree(key)
     fill_auto_values(config, training_values(hidden_size=_hidden_size(model)))
     values = copy.deepcopy(config.config)
