@@ -103,8 +103,11 @@ class AllGather:
 
     def tensors_of_all(self, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield the ranks in order."""
-        gathered = [all_gather(tensor, self.group) for tensor in tensors]
-        yield from enumerate(map(list, zip(*gathered, strict=True)))
+        if is_alike(tensors):
+            yield from enumerate(list(parts.unbind()) for parts in all_gather(torch.stack(tensors), self.group))
+        else:
+            gathered = [all_gather(tensor, self.group) for tensor in tensors]
+            yield from enumerate(map(list, zip(*gathered, strict=True)))
 
     def gradients(self, tensors: list[Tensor]) -> "GatheredGradients":
         """Return sums that are exchanged at the end."""
@@ -125,12 +128,19 @@ class GatheredGradients:
 
     def total(self) -> list[Tensor]:
         """Exchange the sums."""
-        totals: list[Tensor] = []
-        for sums in zip(*self._sums, strict=True):
-            total = torch.empty_like(sums[0])
-            dist.reduce_scatter(total, list(sums), group=self._group)
-            totals.append(total)
-        return totals
+        if is_alike(self._sums[0]):
+            return list(self._reduced([torch.stack(sums) for sums in self._sums]).unbind())
+        return [self._reduced(list(sums)) for sums in zip(*self._sums, strict=True)]
+
+    def _reduced(self, sums: list[Tensor]) -> Tensor:
+        total = torch.empty_like(sums[0])
+        dist.reduce_scatter(total, sums, group=self._group)
+        return total
+
+
+def is_alike(tensors: list[Tensor]) -> bool:
+    """Whether tensors have one shape and type, so that they fit one message."""
+    return len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1
 
 
 def all_gather(tensor: Tensor, group: Any) -> list[Tensor]:

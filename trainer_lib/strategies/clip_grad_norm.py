@@ -120,14 +120,18 @@ def norm_of_whole(parameters: Iterable[Tensor], norm_type: float, in_double: boo
 def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device, in_double: bool = False) -> Tensor:
     """Return the norm over all tensors as a plain tensor, equal on all ranks that hold parts of them."""
     norm_type = float(norm_type)
-    norms: list[Tensor] = []
+    powers: dict[tuple[Any, ...], Tensor] = {}  # by the groups over which they have to be reduced
     for layout, group in _by_layout(gradients).items():
-        local_norms = _norms(local_values(group), norm_type, device, torch.float64 if in_double else None)
-        norms.append(local_norms if layout is None else _over_shards(local_norms, norm_type, *layout))
-    if not norms:
+        norms = _norms(local_values(group), norm_type, device, torch.float64 if in_double else None)
+        _add(powers, () if layout is None else _groups_of_shards(*layout), _powers(norms, norm_type))
+    if not powers:
         return torch.zeros((), device=device)
+    while groups := max(powers, key=len):  # one message a group, however many layouts there are
+        reduced = _summed(powers.pop(groups), norm_type)
+        _all_reduce(reduced, norm_type, groups[-1])
+        _add(powers, groups[:-1], reduced)
     is_double = any(gradient.dtype is torch.float64 for gradient in gradients)
-    return torch.linalg.vector_norm(torch.cat(norms), norm_type).to(torch.float64 if is_double else torch.float32)
+    return _root(powers[()], norm_type).to(torch.float64 if is_double else torch.float32)
 
 
 def _coefficient(max_norm: float, norm: Tensor) -> Tensor:
@@ -178,26 +182,55 @@ def _norms(tensors: list[Tensor], norm_type: float, device: torch.device, dtype:
     return torch.stack(norms).to(device, torch.float64, non_blocking=True)
 
 
-def _over_shards(norms: Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
-    """Return the norms of whole tensors from those of this rank's shards."""
-    for dimension, placement in enumerate(placements):
-        if placement.is_replicate():
-            continue
+def _groups_of_shards(mesh: Any, placements: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the groups of ranks that hold other parts of a tensor."""
+    for placement in placements:
         if placement.is_partial():
             raise UnsupportedError(
                 f"Gradient norms support the placements Shard and Replicate (got {placement}). Shard with FSDP2."
             )
-        norms = _reduced_norms(norms, norm_type, mesh.get_group(dimension))  # of shards, strided or not
-    return norms
+    return tuple(mesh.get_group(d) for d, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _add(powers: dict[tuple[Any, ...], Tensor], groups: tuple[Any, ...], values: Tensor) -> None:
+    powers[groups] = torch.cat([powers[groups], values]) if groups in powers else values
 
 
 def _reduced_norms(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> Tensor:
+    powers = _powers(norms, norm_type)
+    _all_reduce(powers, norm_type, group)
+    return powers if _counts(norm_type) else powers.pow(1 / norm_type)
+
+
+def _powers(norms: Tensor, norm_type: float) -> Tensor:
+    """Return what is added up to the power of a total norm."""
+    return norms if _counts(norm_type) else norms.pow(norm_type)
+
+
+def _counts(norm_type: float) -> bool:
+    """Whether norms are compared or counted, not added up."""
+    return math.isinf(norm_type) or norm_type == 0
+
+
+def _summed(powers: Tensor, norm_type: float) -> Tensor:
+    """Return one power for all tensors; the norm 0 counts tensors, so each of them stays by itself."""
+    if norm_type == 0:
+        return powers
     if math.isinf(norm_type):
-        dist.all_reduce(norms, dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN, group=group)
-        return norms
-    if norm_type == 0:  # the number of values that are not 0
-        dist.all_reduce(norms, group=group)
-        return norms
-    powers = norms.pow(norm_type)
-    dist.all_reduce(powers, group=group)
-    return powers.pow(1 / norm_type)
+        return (powers.amax() if norm_type > 0 else powers.amin()).reshape(1)
+    return powers.sum().reshape(1)
+
+
+def _all_reduce(powers: Tensor, norm_type: float, group: Any) -> None:
+    operation = dist.ReduceOp.SUM
+    if math.isinf(norm_type):
+        operation = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+    dist.all_reduce(powers, operation, group=group)
+
+
+def _root(powers: Tensor, norm_type: float) -> Tensor:
+    """Return the total norm of powers on this rank."""
+    if norm_type == 0:
+        return powers.count_nonzero()
+    total = _summed(powers, norm_type)[0]
+    return total if math.isinf(norm_type) else total.pow(1 / norm_type)

@@ -24,9 +24,10 @@ from trainer_lib.strategies.optimizer_state_names import parameter_names
 from trainer_lib.strategies.pipeline_parallel import stage_state
 from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel
 from trainer_lib.strategies.pipeline_parallel.shared_weights import SharedWeights
-from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, with_tensors
+from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange
 from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.strategies.pipeline_parallel.stage_state import WholeModel
+from trainer_lib.strategies.pipeline_parallel.window_facts import WindowFacts
 from trainer_lib.strategies.pipeline_parallel.window_runner import WindowRunner
 
 
@@ -85,6 +86,7 @@ class PipelineParallel(FSDP):
         mesh = parallelism.get_device_mesh(device.type)
         assert mesh is not None
         self._exchange = StageExchange(mesh.get_group("pp"), device)
+        self._facts = WindowFacts(self._exchange)
         turns = range(self._config.stages_per_rank or 1)
         self._stages = [self._exchange.rank + turn * self._exchange.size for turn in turns]
 
@@ -124,8 +126,7 @@ class PipelineParallel(FSDP):
             return value
 
         self._runners[model].run(loss, shapes)
-        tree, values, _ = self._exchange.share(facts, self._exchange.size - 1)
-        return with_tensors(tree, values)
+        return self._facts.share(facts, self._exchange.size - 1)
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was created before its model was cut train the weights of this rank."""
