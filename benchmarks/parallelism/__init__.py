@@ -1,0 +1,1 @@
+"""Tensor, context, sequence and pipeline parallelism beside the same on plain torch, written by hand."""
