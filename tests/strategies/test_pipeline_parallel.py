@@ -29,6 +29,7 @@ from tests.strategies.split import (
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError, UnsupportedError
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
+from trainer_lib.options.pipeline_options import SPLIT_BACKWARD
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut
 from trainer_lib.utils import TorchPipelineParallelConfig, TorchTensorParallelConfig
@@ -210,7 +211,7 @@ def _assert_windows_are_one_process(kind: Callable[[], nn.Module], schedule: str
         "1F1B",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
+            for name in ("GPipe", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),
     ],
 )
@@ -219,10 +220,10 @@ def test_windows_in_schedules_are_one_process(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_windows_of_four_stages_and_tied_weights(schedule: str) -> None:
     _assert_windows_are_one_process(_row, schedule, 4)
-    if schedule == "InterleavedZeroBubble":
+    if schedule in SPLIT_BACKWARD:
         _assert_windows_are_one_process(partial(gpt2, 4), schedule, 2)
     else:
         _assert_windows_are_one_process(partial(gpt2, 4), schedule, 4, tp_size=2)

@@ -9,6 +9,8 @@ from trainer_lib.options.base import check_count
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank 0 holds the first stage and the last one
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of inputs before those of weights
 
 
 @dataclass
@@ -19,7 +21,8 @@ class TorchPipelineParallelConfig:
         blocks: The modules between which the model may be cut, in the order they run: their names, or a pattern such
             as "encoder.layer.*". By default the children of an `nn.Sequential`, or the longest list of equal blocks.
         schedule: In which order the micro-batches of an accumulation window run: "GPipe", "1F1B", "LoopedBFS",
-            "Interleaved1F1B" or "InterleavedZeroBubble". `None`: one after the other, without overlap.
+            "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV". `None`: one after the other,
+            without overlap.
         stages_per_rank: How many stages each rank holds; by default 1, and 2 for schedules that need several.
 
     Example:
@@ -43,7 +46,7 @@ class TorchPipelineParallelConfig:
         if self.schedule is not None:
             self.schedule = schedule_name(self.schedule)
         if self.stages_per_rank is None:
-            self.stages_per_rank = 2 if self.schedule in LOOPED else 1
+            self.stages_per_rank = 1 if self.schedule in (None, *SINGLE) else 2
         check_count("stages_per_rank", self.stages_per_rank)
         if self.schedule is not None:
             check_schedule(self.schedule, self.stages_per_rank)
@@ -55,32 +58,48 @@ def schedule_name(name: str) -> str:
     Raises:
         ConfigurationError: If there is no such schedule.
     """
-    known = {known.lower(): known for known in (*SINGLE, *LOOPED)}
+    known = {known.lower(): known for known in (*SINGLE, *LOOPED, *V_SHAPED)}
     if not isinstance(name, str) or name.lower() not in known:
         raise ConfigurationError(f"Unknown schedule {name!r}. Known: {', '.join(known.values())}.")
     return known[name.lower()]
 
 
-def stages_of_rank(schedule: str, rank: int, pp_size: int, stages_per_rank: int) -> list[int]:
+def ranks_of_stages(schedule: str | None, pp_size: int, stages_per_rank: int) -> list[int]:
+    """Return the rank of a pipeline that holds each stage.
+
+    Example:
+        >>> ranks_of_stages("Interleaved1F1B", 2, 2), ranks_of_stages("ZBVZeroBubble", 2, 2)
+        ([0, 1, 0, 1], [0, 1, 1, 0])
+    """
+    ranks = list(range(pp_size))
+    return [*ranks, *reversed(ranks)] if schedule in V_SHAPED else ranks * stages_per_rank
+
+
+def stages_of_rank(schedule: str | None, rank: int, pp_size: int, stages_per_rank: int) -> list[int]:
     """Return the stages that a rank of the pipeline holds."""
-    if schedule in SINGLE:
-        return [rank]
-    return [rank + turn * pp_size for turn in range(stages_per_rank)]
+    ranks = ranks_of_stages(schedule, pp_size, stages_per_rank)
+    return [stage for stage, holder in enumerate(ranks) if holder == rank]
 
 
 def check_schedule(schedule: str, stages_per_rank: int) -> None:
     """Raise unless the schedule runs that many stages on each rank."""
-    if (schedule in SINGLE) != (stages_per_rank == 1):
-        needed = "1" if schedule in SINGLE else "at least 2"
+    if schedule in SINGLE:
+        needed, fits = "1", stages_per_rank == 1
+    elif schedule in V_SHAPED:
+        needed, fits = "2", stages_per_rank == 2
+    else:
+        needed, fits = "at least 2", stages_per_rank > 1
+    if not fits:
+        others = SINGLE if stages_per_rank == 1 else LOOPED
         raise ConfigurationError(
             f"The schedule {schedule} takes stages_per_rank={needed} (got {stages_per_rank}). Set stages_per_rank, or "
-            f"choose one of {', '.join(SINGLE if stages_per_rank == 1 else LOOPED)}."
+            f"choose one of {', '.join(others)}."
         )
 
 
 def check_micro_batches(schedule: str, count: int, pp_size: int) -> None:
     """Raise unless a window of `count` micro-batches fits the schedule."""
-    least = pp_size if schedule != "GPipe" else 1
+    least = _least(schedule, pp_size)
     if count < least or (schedule in LOOPED and count % pp_size):
         multiple = f", and a multiple of {pp_size}" if schedule in LOOPED else ""
         raise ConfigurationError(
@@ -93,4 +112,11 @@ def scheduled(schedule: str, count: int, pp_size: int) -> tuple[str, int]:
     """Return the schedule for up to `count` micro-batches, and how many of them it takes: perhaps none."""
     if schedule in SINGLE:
         return (schedule if count >= pp_size else "GPipe"), count
+    if schedule in V_SHAPED:
+        return schedule, count if count >= _least(schedule, pp_size) else 0
     return schedule, count // pp_size * pp_size
+
+
+def _least(schedule: str, pp_size: int) -> int:
+    """Return the smallest number of micro-batches that a schedule of torch takes."""
+    return {"GPipe": 1, "ZBVZeroBubble": 2 * pp_size - 1, "DualPipeV": 2 * pp_size}.get(schedule, pp_size)

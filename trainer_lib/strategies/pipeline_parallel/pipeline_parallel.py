@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.pipeline_options import SPLIT_BACKWARD, TorchPipelineParallelConfig, ranks_of_stages
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
@@ -87,8 +87,9 @@ class PipelineParallel(FSDP):
         assert mesh is not None
         self._exchange = StageExchange(mesh.get_group("pp"), device)
         self._facts = WindowFacts(self._exchange)
-        turns = range(self._config.stages_per_rank or 1)
-        self._stages = [self._exchange.rank + turn * self._exchange.size for turn in turns]
+        per_rank = self._config.stages_per_rank or 1
+        self._ranks = ranks_of_stages(self._config.schedule, self._exchange.size, per_rank)  # of each stage
+        self._stages = [stage for stage, rank in enumerate(self._ranks) if rank == self._exchange.rank]
 
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Cut the model, and return one whose calls run all stages."""
@@ -105,7 +106,7 @@ class PipelineParallel(FSDP):
         self._counted_elsewhere |= shared.counted_elsewhere
         pipeline.gates.install(bare, self._stages)
         around = _Backward(sharded, shared)
-        pipelined = PipelinedModel(model, self._stages, pipeline.gates, self._exchange, around)
+        pipelined = PipelinedModel(model, self._ranks, pipeline.gates, self._exchange, around)
         self._runners[pipelined] = WindowRunner(pipelined, self._config.schedule)
         return pipelined
 
@@ -126,7 +127,7 @@ class PipelineParallel(FSDP):
             return value
 
         self._runners[model].run(loss, shapes)
-        return self._facts.share(facts, self._exchange.size - 1)
+        return self._facts.share(facts, self._ranks[-1])
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was created before its model was cut train the weights of this rank."""
@@ -319,9 +320,9 @@ def _refuse_others(parallelism: ParallelismConfig, config: TorchPipelineParallel
             "dp_replicate_size, dp_shard_size and tp_size, and set the others to 1."
         )
     parts = [f"{name}_size={parallelism.sizes[name]}" for name in ("dp_shard", "tp") if parallelism.sizes[name] > 1]
-    if parts and config.schedule == "InterleavedZeroBubble":
+    if parts and config.schedule in SPLIT_BACKWARD:
         raise UnsupportedError(
-            "The schedule 'InterleavedZeroBubble' computes gradients of inputs before those of weights, and torch does "
+            f"The schedule {config.schedule!r} computes gradients of inputs before those of weights, and torch does "
             f"so for whole weights only (got {', '.join(parts)}). Choose 'Interleaved1F1B'."
         )
     if mixed_precision == "fp8":

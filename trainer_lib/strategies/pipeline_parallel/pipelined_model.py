@@ -24,7 +24,7 @@ class PipelinedModel(nn.Module):
 
     Args:
         module: The model, with the modules of this rank's stages.
-        stages: The stages of this rank.
+        ranks: The rank of the pipeline that holds each stage.
         gates: Where stages begin and end.
         exchange: The messages between the ranks.
         around_backward: Calls the function that computes the gradients of this rank's weights.
@@ -33,13 +33,14 @@ class PipelinedModel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        stages: Sequence[int],
+        ranks: Sequence[int],
         gates: StageGates,
         exchange: StageExchange,
         around_backward: Callable[[Callable[[], None]], None],
     ) -> None:
         super().__init__()
-        self.module, self.stages, self.gates, self.exchange = module, sorted(stages), gates, exchange
+        self.module, self.ranks, self.gates, self.exchange = module, list(ranks), gates, exchange
+        self.stages = [stage for stage, rank in enumerate(ranks) if rank == exchange.rank]
         self.around_backward = around_backward
         self._in_window: _Place | None = None  # the stage of a window that runs now
         self._calls = 0  # in it
@@ -57,7 +58,7 @@ class PipelinedModel(nn.Module):
             return self._run_stage(self._in_window, args, kwargs)
         seed = drawn_seed() if self.training else None
         stage_pass = StagePass(self, lambda stage, got: self._run_stage(_Place(stage, got, seed), args, kwargs))
-        outputs, last = stage_pass.forward(), self.exchange.size - 1
+        outputs, last = stage_pass.forward(), self.ranks[-1]
         tree, values, specs = self.exchange.share(outputs, last)
         if torch.is_grad_enabled() and any(spec.has_gradient for spec in specs):
             stage_pass.keep(outputs)
@@ -68,7 +69,7 @@ class PipelinedModel(nn.Module):
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.exchange.rank == self.exchange.size - 1
+        return self.exchange.rank == self.ranks[-1]
 
     def in_window(self, stage: int, received: Tensor | None, seed: int, compute: Callable[[], Tensor]) -> Tensor:
         """Return what a stage passes on if `compute` calls this model once: activations, or what `compute` returns."""
@@ -147,13 +148,14 @@ class StagePass:
         model, exchange, outputs = self._model, self._model.exchange, None
         for stage in model.stages:
             if stage > 0:
-                self._received[stage] = exchange.receive_activations((stage - 1) % exchange.size)
+                self._received[stage] = self._activations_for(stage)
             try:
                 outputs = self._run(stage, self._received.get(stage))
             except StageEnd as end:
                 outputs = end.activations
             if stage < model.gates.cut.num_stages - 1:
-                exchange.send_activations(outputs, (stage + 1) % exchange.size)
+                if stage + 1 not in model.stages:
+                    exchange.send_activations(outputs, model.ranks[stage + 1])
                 self._activations[stage] = outputs
                 outputs = None
         return outputs
@@ -176,27 +178,42 @@ class StagePass:
 
     def backward_of_stages(self, gradients: Sequence[Tensor | None]) -> None:
         """Compute the gradients of this rank's stages, without what comes before and after a backward."""
-        exchange = self._model.exchange
-        for stage in reversed(self._model.stages):
+        model, of_next_stage = self._model, None
+        for stage in reversed(model.stages):
             received = self._received.pop(stage, None)
-            outputs, received_gradients = self._differentiated(stage, gradients)
+            outputs, received_gradients = self._differentiated(stage, gradients, of_next_stage)
+            of_next_stage = None
             if outputs:
                 torch.autograd.backward(outputs, received_gradients)
             if received is not None and received.requires_grad:
                 gradient = torch.zeros_like(received) if received.grad is None else received.grad
-                exchange.send(gradient, (stage - 1) % exchange.size)
+                if stage - 1 in model.stages:
+                    of_next_stage = gradient
+                else:
+                    model.exchange.send(gradient, model.ranks[stage - 1])
 
-    def _differentiated(self, stage: int, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    def _activations_for(self, stage: int) -> Tensor:
+        """Return what the stage before passed on: from its rank, or on this one, cut off from its graph."""
+        if stage - 1 not in self._activations:
+            return self._model.exchange.receive_activations(self._model.ranks[stage - 1])
+        activations = self._activations[stage - 1]
+        return activations.detach().requires_grad_(activations.requires_grad)
+
+    def _differentiated(
+        self, stage: int, gradients: Sequence[Tensor | None], of_next_stage: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Return what a stage has computed, and its gradients."""
-        activations, exchange = self._activations.pop(stage, None), self._model.exchange
+        activations, model = self._activations.pop(stage, None), self._model
         if activations is None:
             pairs = zip(self._outputs, gradients, strict=True)
             chosen = [(output, g) for output, g in pairs if output.requires_grad and g is not None]
             return [output for output, _ in chosen], [gradient for _, gradient in chosen]
         if not activations.requires_grad:
             return [], []
+        if of_next_stage is not None:
+            return [activations], [of_next_stage]
         spec = TensorSpec(tuple(activations.shape), activations.dtype, False)
-        return [activations], [exchange.receive(spec, (stage + 1) % exchange.size)]
+        return [activations], [model.exchange.receive(spec, model.ranks[stage + 1])]
 
 
 class _Outputs(torch.autograd.Function):
