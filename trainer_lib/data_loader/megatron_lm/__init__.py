@@ -1,0 +1,1 @@
+"""Megatron-LM's indexed datasets (`.bin` and `.idx` files), and the samples of GPT that they hold."""
