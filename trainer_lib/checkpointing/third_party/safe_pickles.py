@@ -69,7 +69,7 @@ def read_generators(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file does not hold generator states.
     """
-    state = _read_with_arrays(path)
+    state = read_with_arrays(path)
     try:
         python = state.get("python", state.get("random_state"))
         kind, key, position, has_gauss, gauss = state.get("numpy", state.get("numpy_random_seed"))
@@ -95,7 +95,8 @@ def read_generators(path: Path) -> dict[str, Any]:
     return generators
 
 
-def _read_with_arrays(path: Path) -> Any:
+def read_with_arrays(path: Path) -> Any:
+    """Return the contents of a file that may hold arrays of NumPy."""
     with torch.serialization.safe_globals(_array_globals()):
         return read_pickle(path)
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -22,11 +23,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--without", action="append", default=[], choices=_PARTS, metavar="PART", help=f"leave out {', '.join(_PARTS)}"
     )
     parser.add_argument(
-        "--to", metavar="LIBRARY", help="write for another library: accelerate or transformers (default: for this one)"
+        "--to",
+        metavar="LIBRARY",
+        help="write for another library: accelerate, transformers, or megatron (default: for this one)",
     )
     parser.add_argument("--overwrite", action="store_true", help="with --to, replace TARGET if it exists")
     parser.add_argument(
         "--allow-pickle", action="store_true", help="with --to, read what the checkpoint has as pickles"
+    )
+    for name, kind in (("--tensor-parallel", "tensor"), ("--pipeline-parallel", "pipeline")):
+        parser.add_argument(name, type=int, metavar="N", help=f"with --to megatron, for N {kind} parallel ranks")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        help="with --to megatron, the layers that read it (default: transformer_engine)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="of a checkpoint of Megatron-LM, the vocabulary without padding"
     )
     parser.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
 
@@ -38,6 +51,10 @@ def convert(options: argparse.Namespace) -> int:
     if not isinstance(options.folder, Path):
         raise ConfigurationError(f"{options.folder} is on another machine. Copy it to this machine first.")
     _check_direction(options)
+    if options.to == "megatron":
+        return _to_megatron(options)
+    if options.to is None and _is_megatron(options.folder):
+        return _from_megatron(options)
     if options.to is not None:
         return _export(options)
     found = make(options.folder, options.target, options.epochs, options.without, options.max_shard_size)
@@ -60,11 +77,58 @@ def _check_direction(options: argparse.Namespace) -> None:
         "--overwrite": options.overwrite,
         "--allow-pickle": options.allow_pickle,
     }
+    for name in ("--tensor-parallel", "--pipeline-parallel", "--transformer-impl"):
+        if getattr(options, name.strip("-").replace("-", "_")) is not None and options.to != "megatron":
+            raise ConfigurationError(
+                f"{name} needs --to megatron. `trainer-lib checkpoint convert -h` lists the options."
+            )
+    if options.vocab_size is not None and (options.to is not None or not _is_megatron(options.folder)):
+        raise ConfigurationError(f"--vocab-size needs a checkpoint of Megatron-LM (got {options.folder}).")
     of_exports = ("--overwrite", "--allow-pickle")
     for name, is_given in given.items():
         if is_given and (name in of_exports) != (options.to is not None):
             need = "needs --to" if name in of_exports else "has no effect with --to"
             raise ConfigurationError(f"{name} {need}. `trainer-lib checkpoint convert -h` lists the options.")
+
+
+def _is_megatron(folder: Path) -> bool:
+    from trainer_lib.checkpointing.third_party.megatron_lm.conversion import is_megatron
+
+    return is_megatron(folder)
+
+
+def _to_megatron(options: argparse.Namespace) -> int:
+    """Convert a folder of transformers for Megatron-LM, and print what was written."""
+    from trainer_lib.checkpointing.third_party.megatron_lm.conversion import Layout, from_transformers
+
+    layout = Layout(options.tensor_parallel or 1, options.pipeline_parallel or 1, options.transformer_impl != "local")
+    written = from_transformers(options.folder, options.target, layout)
+    return _told(options, {"to": "megatron", "written": written}, "is in {} for Megatron-LM", written, {})
+
+
+def _from_megatron(options: argparse.Namespace) -> int:
+    """Convert a checkpoint of Megatron-LM into a folder of transformers, and print what was left out."""
+    from trainer_lib.checkpointing.third_party.megatron_lm.conversion import to_transformers
+
+    left_out = to_transformers(options.folder, options.target, options.vocab_size)
+    return _told(
+        options, {"library": "Megatron-LM", "left_out": left_out}, "of Megatron-LM is in {}: `from_pretrained` and "
+        "`load_checkpoint_in_model` read it", [], left_out,
+    )  # fmt: skip
+
+
+def _told(
+    options: argparse.Namespace, facts: dict[str, Any], sentence: str, written: list[str], left_out: dict[str, str]
+) -> int:  # fmt: skip
+    if options.json:
+        print(json.dumps({"path": str(options.folder), "target": str(options.target), **facts}, indent=1))
+        return 0
+    print(f"The checkpoint {options.folder} {sentence.format(options.target)}.")
+    if written:
+        print(f"  written: {', '.join(written)}")
+    for name, reason in left_out.items():
+        print(f"  without {name}: {reason}")
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:

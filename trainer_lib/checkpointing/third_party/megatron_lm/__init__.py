@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: their pieces, their names, and what they are in transformers."""
