@@ -37,7 +37,7 @@ from trainer_lib.hooks import ModelHook, SequentialHook, add_hook_to_module, rem
 from trainer_lib.logging import get_logger
 from trainer_lib.state import AcceleratorState, GradientState
 from trainer_lib.tracking import GeneralTracker, TensorBoardTracker
-from trainer_lib.utils import DummyOptim, DummyScheduler, LoggerType
+from trainer_lib.utils import DummyOptim, DummyScheduler, LoggerType, megatron_lm
 
 # What the handbook shows and what is not covered here.
 NOT_COVERED = {
@@ -325,8 +325,8 @@ def test_a_script_that_knows_deepspeed_takes_the_optimizer_of_torch() -> None:
     ("call", "says"),
     [
         (lambda: utils.DeepSpeedEngineWrapper(None), "DeepSpeedEngineWrapper needs DeepSpeed"),
-        (lambda: utils.GPTTrainStep(None, None), "GPTTrainStep needs Megatron-LM"),
-        (utils.MegatronLMDummyDataLoader, "MegatronLMDummyDataLoader needs Megatron-LM"),
+        (lambda: megatron_lm.prepare_optimizer(None, None), "prepare_optimizer needs Megatron-LM"),
+        (lambda: megatron_lm.MegatronLMOptimizerWrapper(None), "MegatronLMOptimizerWrapper needs Megatron-LM"),
     ],
 )
 def test_what_is_not_there_says_so_and_what_to_use_instead(call: Any, says: str) -> None:

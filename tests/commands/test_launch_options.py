@@ -92,6 +92,10 @@ IN_VARIABLES = {
     "megatron_lm_sequence_parallelism": ("true", "MEGATRON_LM_SEQUENCE_PARALLELISM", "true"),
     "megatron_lm_recompute_activations": ("true", "MEGATRON_LM_RECOMPUTE_ACTIVATIONS", "true"),
     "megatron_lm_recompute_granularity": ("full", "MEGATRON_LM_RECOMPUTE_GRANULARITY", "full"),
+    "megatron_lm_recompute_method": ("uniform", "MEGATRON_LM_RECOMPUTE_METHOD", "uniform"),
+    "megatron_lm_recompute_num_layers": ("1", "MEGATRON_LM_RECOMPUTE_NUM_LAYERS", "1"),
+    "megatron_lm_eod_mask_loss": ("true", "MEGATRON_LM_EOD_MASK_LOSS", "true"),
+    "megatron_lm_calculate_per_token_loss": ("true", "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS", "true"),
 }
 # Those whose effect is a world that starts in another way: tests/commands/test_launch.py starts them.
 IN_THE_START = {
@@ -108,13 +112,13 @@ REFUSED = {
         "deepspeed_hostfile=hosts", "deepspeed_exclusion_filter=a", "deepspeed_inclusion_filter=a",
     ],
     "Megatron-LM's own code": [
-        "megatron_lm_no_load_optim=true", "megatron_lm_eod_mask_loss=true", "megatron_lm_no_save_optim=true",
+        "megatron_lm_no_load_optim=true", "megatron_lm_no_save_optim=true",
         "megatron_lm_use_precision_aware_optimizer=true", "megatron_lm_decoder_last_pipeline_num_layers=1",
-        "megatron_lm_recompute_method=uniform", "megatron_lm_recompute_num_layers=1",
+
         "megatron_lm_attention_backend=flash", "megatron_lm_expert_model_parallel_size=2",
         "megatron_lm_attention_dropout=0.1", "megatron_lm_hidden_dropout=0.1",
         "megatron_lm_attention_softmax_in_fp32=true", "megatron_lm_expert_tensor_parallel_size=2",
-        "megatron_lm_calculate_per_token_loss=true", "megatron_lm_use_rotary_position_embeddings=true",
+        "megatron_lm_use_rotary_position_embeddings=true",
     ],
     "TPUs": [
         "tpu", "tpu_cluster", "tpu_use_sudo", "vm=a", "env=a", "main_training_function=train", "downcast_bf16",
@@ -140,6 +144,9 @@ def needed_by(name: str) -> list[str]:
     if name.startswith("fsdp_"):
         return ["--use_fsdp"]
     engine = f"use_{SETTINGS[name].group}"
+    if name in ("megatron_lm_recompute_method", "megatron_lm_recompute_num_layers"):
+        others = ["--megatron_lm_recompute_granularity", "full", "--megatron_lm_recompute_method", "uniform"]
+        return [f"--{engine}", *others]
     if engine in ("use_deepspeed", "use_megatron_lm") and name != engine:
         return [f"--{engine}"]
     if name.startswith("fp8_"):
@@ -335,8 +342,8 @@ def test_what_a_file_asks_for(
             "{}, line 2: `zero_stage` must be one of 0, 1, 2, 3 (got '4')",
         ),
         (
-            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_eod_mask_loss: true}",
-            "`megatron_lm_eod_mask_loss: True` in {} needs Megatron-LM's own code, which",
+            "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_no_load_optim: true}",
+            "`megatron_lm_no_load_optim: True` in {} needs Megatron-LM's own code, which",
         ),
         ("distributed_type: TPU", "`distributed_type: XLA` in {} needs TPUs, which"),
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.options import megatron_lm_table
+from tests.strategies.split import llama
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.megatron_lm.fields import MAPPED, MEMORY, REFUSED
@@ -36,8 +37,8 @@ def test_a_field_without_a_counterpart_is_refused_with_the_reason() -> None:
         with pytest.raises(UnsupportedError) as error:
             MegatronLMPlugin(**{name: value})
         assert str(error.value) == f"MegatronLMPlugin({name}={value!r}) has no counterpart: {why}."
-    with pytest.raises(UnsupportedError, match=r"train_iters=1\)"):
-        MegatronLMPlugin(train_iters=1)
+    with pytest.raises(UnsupportedError, match=r"lr_mult=1.5\)"):
+        MegatronLMPlugin(lr_mult=1.5)
     asks_for_nothing: dict[str, Any] = {"no_load_optim": False, "expert_model_parallel_size": 1, "lr_mult": 1.0}
     MegatronLMPlugin(**asks_for_nothing)
 
@@ -57,7 +58,20 @@ def test_what_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
         ({"use_custom_fsdp": "yes"}, "use_custom_fsdp must be True or False"),
         ({"gradient_clipping": -1}, r"gradient_clipping must be a norm, or 0 for none \(got -1\)"),
         ({"recompute_granularity": "half"}, "Unknown recompute_granularity 'half'. Known: full, selective"),
-        ({"lr_decay_style": "square"}, "Unknown lr_decay_style 'square'. Known: constant, cosine, linear"),
+        (
+            {"lr_decay_style": "square"},
+            "Unknown lr_decay_style 'square'. Known: constant, cosine, inverse-square-root, linear",
+        ),
+        ({"train_iters": 1, "train_samples": 2}, "train_iters and train_samples say the same: give one of them"),
+        ({"lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, "lr_warmup_iters and lr_warmup_fraction say the same"),
+        ({"lr_warmup_fraction": 1.0}, r"lr_warmup_fraction must be at least 0 and below 1 \(got 1\.0\)"),
+        ({"start_weight_decay": 0.1}, "start_weight_decay and end_weight_decay belong to weight_decay_incr_style="),
+        ({"weight_decay_incr_style": "linear"}, "belong to weight_decay_incr_style='linear' or 'cosine'"),
+        ({"recompute_num_layers": 1}, "belong to recompute_granularity='full'"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1, "pp_degree": 2},
+            "recompute_method='block' counts the layers of each stage",
+        ),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True needs use_distributed_optimizer=True or"),
     ],
 )
@@ -125,7 +139,7 @@ def test_a_loop_that_does_not_count_micro_batches_is_told() -> None:
 
 def test_the_schedule_rises_and_falls_as_the_plugin_says() -> None:
     rates: dict[str, list[float]] = {}
-    for style in ("linear", "cosine", "constant"):
+    for style in ("linear", "cosine", "constant", "inverse-square-root"):
         model = nn.Linear(2, 1)
         plugin = MegatronLMPlugin(lr_decay_style=style, min_lr=0.2, gradient_clipping=0)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
@@ -143,6 +157,7 @@ def test_the_schedule_rises_and_falls_as_the_plugin_says() -> None:
     assert rates["linear"] == pytest.approx([0, 0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
     assert rates["cosine"] == pytest.approx([0, 0.5, 1, 0.2 + 0.8 * 0.8535534, 0.6, 0.2 + 0.8 * 0.1464466, 0.2, 0.2])
     assert rates["constant"] == [0, 0.5, 1, 1, 1, 1, 1, 1]
+    assert rates["inverse-square-root"] == pytest.approx([0, 0.5, *((2 / step) ** 0.5 for step in range(2, 7)), 0.2])
 
 
 def test_a_schedule_needs_a_plugin_and_an_end() -> None:
@@ -153,6 +168,31 @@ def test_a_schedule_needs_a_plugin_and_an_end() -> None:
         Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin()).prepare(MegatronLMDummyScheduler(optimizer))
     with pytest.raises(ConfigurationError, match="does not know total_steps"):
         MegatronLMDummyScheduler(optimizer, total_steps=3)
+
+
+@pytest.mark.parametrize(("method", "count", "expected"), [("block", 1, [True, False]), ("uniform", 2, [True, True])])
+def test_the_first_blocks_recompute_their_activations(method: str, count: int, expected: list[bool]) -> None:
+    options: dict[str, Any] = {"recompute_method": method, "recompute_num_layers": count}
+    plugin = MegatronLMPlugin(recompute_granularity="full", **options)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    model: Any = llama()
+    accelerator.prepare(model)
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == expected
+
+
+def test_updates_of_a_schedule_need_loaders_or_an_end() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters())
+    dummy = MegatronLMDummyScheduler(optimizer)
+    plugin = MegatronLMPlugin(lr_decay_samples=8)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    with pytest.raises(ConfigurationError, match="lr_decay_samples=8 is divided by the samples of an update, which"):
+        accelerator.prepare(dummy)
+    plugin.lr_decay_samples, plugin.lr_decay_iters, plugin.lr_warmup_iters = None, 4, 4
+    with pytest.raises(ConfigurationError, match=r"The warm-up \(4 updates\) must end before the decay \(4 updates\)"):
+        accelerator.prepare(dummy)
+    plugin.lr_warmup_iters, plugin.weight_decay_incr_style = 0, "cosine"
+    with pytest.raises(ConfigurationError, match=r"weight_decay_incr_style='cosine' needs train_iters=…"):
+        accelerator.prepare(dummy)
 
 
 def test_the_samples_of_an_update_are_counted() -> None:

@@ -1,14 +1,17 @@
 """Training with Megatron-LM's options: the numbers of one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.accelerator.megatron_lm.chapter import datasets, own_step
 from tests.strategies.split import LENGTH, VOCABULARY, llama, model_of
 from tests.worlds import run_world
 from trainer_lib import Accelerator
+from trainer_lib.data_loader.megatron_lm.indexed_dataset import write_indexed_dataset
 from trainer_lib.utils import MegatronLMPlugin, avg_losses_across_data_parallel_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -65,3 +68,20 @@ def test_the_run_is_that_of_one_process(ranks: int, options: dict[str, Any]) -> 
     for losses, _ in found:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
     torch.testing.assert_close(found[0][1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_scripts_of_the_chapter_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    write_indexed_dataset(tmp_path / "text", [[list(range(begin, begin + 9))] for begin in range(50)])
+    text = str(tmp_path / "text")
+    (expected,) = run_world(own_step, (4, {}), 1, timeout=300)
+    (of_datasets,) = run_world(datasets, (4, {}, text, tmp_path / "one"), 1, timeout=300)
+    split: dict[str, Any] = {"tp_degree": 2, "pp_degree": 2}
+    for ranks, micro_batches, options in ((4, 4, split), (8, 2, {**split, "use_distributed_optimizer": True})):
+        for losses, rates, evaluated in run_world(own_step, (micro_batches, options), ranks, timeout=300):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
+            assert rates == expected[1]
+            assert evaluated == pytest.approx(expected[2], rel=1e-6)
+        arguments = micro_batches, options, text, tmp_path / str(ranks)
+        for found in run_world(datasets, arguments, ranks, timeout=300):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(of_datasets), rtol=1e-6, atol=0)

@@ -13,6 +13,7 @@ from trainer_lib.accelerator.absent_engines import AbsentEngines
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
 from trainer_lib.accelerator.engine import Engine
+from trainer_lib.accelerator.megatron_lm.engine import computes_gradients, undo_engine
 from trainer_lib.accelerator.prepare_methods import PrepareMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.accelerator.sequence_methods import SequenceMethods
@@ -348,6 +349,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             >>> accelerator.backward(losses.sum(), weight=len(losses))
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
+            if isinstance(loss, Tensor) and any(map(computes_gradients, self.prepared.models)):
+                return  # with the model's call
             raise _nothing_to_differentiate(loss)
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
@@ -473,6 +476,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         """Release all prepared objects and the settings, without collecting garbage."""
         self.checkpoints.background.release()
         for model in self.prepared.models:
+            undo_engine(model)
             undo_compilation(model)
             self.precision.unwrap_forward(self.strategy.unwrap(model))
         self.prepared.clear()

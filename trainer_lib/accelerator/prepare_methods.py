@@ -1,7 +1,7 @@
 """The `Accelerator`'s methods that prepare models, optimizers, schedules and loaders."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,7 +10,10 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
-from trainer_lib.accelerator.megatron_lm import schedule_of, step_as_megatron_lm
+from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_windows
+from trainer_lib.accelerator.megatron_lm.loaders import of_windows, with_datasets
+from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
+from trainer_lib.accelerator.megatron_lm.schedule import schedule_of
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
@@ -110,17 +113,19 @@ class PrepareMethods(CollectiveMethods):
         args = tuple(
             apply_config(self.state.deepspeed_plugin, args, self.window.state.num_steps, self.state.num_processes)
         )
-        args = tuple(
-            schedule_of(value, self.state.megatron_lm_plugin) if isinstance(value, MegatronLMDummyScheduler) else value
-            for value in args
-        )
+        megatron_lm = self.state.megatron_lm_plugin
+        if megatron_lm is not None:
+            args = with_datasets(self, megatron_lm, args)
         self.prepared.check_new(args)
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
+        prepared = [schedule_of(v, megatron_lm) if isinstance(v, MegatronLMDummyScheduler) else v for v in prepared]
         prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) or is_schedule(v) else v for v in prepared]
         # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
         optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
         self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
+        if megatron_lm is not None and megatron_lm.computes_windows:
+            let_models_compute_windows(cast(Any, self), prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -148,7 +153,7 @@ class PrepareMethods(CollectiveMethods):
         if (self.device_placement if device_placement is None else device_placement) and not is_spread:
             model = self.strategy.place(model)
         if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.recomputes:
-            checkpoint_activations(model)
+            checkpoint_activations(model, first=self.state.megatron_lm_plugin.recomputed_blocks)
         if not evaluation_mode:
             save_activation_memory(model, self.memory_options)
         self.sequence_split.attach(model)
@@ -211,9 +216,10 @@ class PrepareMethods(CollectiveMethods):
         if self.prepared.holds(data_loader):
             return data_loader
         self.prepared.check_new([data_loader])
-        config = self.dataloader_config
+        config, megatron_lm = self.dataloader_config, self.state.megatron_lm_plugin
+        whole = data_loader if megatron_lm is None else of_windows(data_loader, megatron_lm)
         prepared = prepare_data_loader(
-            data_loader,
+            whole,
             self.device,
             num_processes=self.data_group.size,
             process_index=self.data_group.rank,
@@ -231,9 +237,9 @@ class PrepareMethods(CollectiveMethods):
             low_memory_shuffle=config.low_memory_shuffle,
         )
         self.prepared.dataloaders.append(prepared)
-        if self.state.megatron_lm_plugin is not None and data_loader.batch_size is not None:
+        if megatron_lm is not None and data_loader.batch_size is not None:
             replicas = 1 if config.split_batches else self.data_group.size
-            self.state.megatron_lm_plugin.count_batches(data_loader.batch_size, replicas)
+            megatron_lm.count_batches(data_loader.batch_size, replicas)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -50,6 +50,7 @@ def checkpoint_activations(
     offload: bool = False,
     every: int = 1,
     policy: RecomputePolicy | None = None,
+    first: int | None = None,
 ) -> None:
     """Let blocks of a model recompute their activations in the backward, without changing modules or names.
 
@@ -61,6 +62,7 @@ def checkpoint_activations(
             all activations of the others. What a policy keeps stays on the device.
         every: Only every n-th block recomputes its activations, from the first one on.
         policy: Which operations in these blocks keep their outputs; see `selective_contexts`.
+        first: Only so many blocks recompute their activations, from the first one on.
 
     Raises:
         ConfigurationError: If the model has no such blocks.
@@ -72,9 +74,11 @@ def checkpoint_activations(
     # transformers' models know which side effects must not happen twice, such as writing to a cache.
     if getattr(model, "supports_gradient_checkpointing", False):
         _checkpoint_transformers(model, options, every, mover)
+        if first is not None:
+            _switch_layers(model, range(first), f"recompute_num_layers={first}", "recompute_num_layers")
         return
     for index, block in enumerate(_chosen(model, blocks, "activation_checkpointing")):
-        if index % every == 0:
+        if index % every == 0 and (first is None or index < first):
             run = functools.partial(checkpoint, **options)
             wrap_forward(
                 block, functools.partial(_checkpointed, run=run if mover is None else mover.around_checkpoint(run))
@@ -126,14 +130,22 @@ def _checkpoint_transformers(model: Any, options: dict[str, Any], every: int, mo
 
 
 def _keep_all_but_every(model: nn.Module, every: int) -> None:
+    count = len(repeated_blocks(model))
+    _switch_layers(
+        model, range(0, count, every), f"gradient_checkpointing_every={every}", "gradient_checkpointing_every"
+    )
+
+
+def _switch_layers(model: nn.Module, recomputed: range, option: str, name: str) -> None:
+    """Let only some layers of a model of transformers recompute their activations."""
     layers: list[Any] = [block for block in repeated_blocks(model).values() if hasattr(block, _TRANSFORMERS_SWITCH)]
     if not layers:
         raise ConfigurationError(
-            f"gradient_checkpointing_every={every} does not work with {type(model).__name__}: it switches activation "
-            "checkpointing for all of its layers together. Leave gradient_checkpointing_every out."
+            f"{option} does not work with {type(model).__name__}: it switches activation checkpointing for all of its "
+            f"layers together. Leave {name} out."
         )
     for index, layer in enumerate(layers):
-        setattr(layer, _TRANSFORMERS_SWITCH, index % every == 0)
+        setattr(layer, _TRANSFORMERS_SWITCH, index in recomputed)
 
 
 def _offload(block: nn.Module, mover: ActivationOffload) -> None:

@@ -18,6 +18,31 @@ MAPPED = {
     "is_train_batch_min": "which of several loaders `global_batch_size` counts",
     "lr_decay_style": "the shape of `MegatronLMDummyScheduler`: linear, cosine or constant",
     "min_lr": "where `MegatronLMDummyScheduler` ends",
+    "lr_decay_iters": "where the decay of `MegatronLMDummyScheduler` ends, in updates; by default `train_iters`",
+    "lr_decay_samples": "the same in samples, which are divided by those of an update",
+    "lr_warmup_iters": "the warm-up of `MegatronLMDummyScheduler`, in updates",
+    "lr_warmup_samples": "the same in samples",
+    "lr_warmup_fraction": "the same as a share of the decay",
+    "train_iters": "the `total_num_steps` of `MegatronLMDummyScheduler`; your loop says when it ends",
+    "train_samples": "the same in samples",
+    "eval_iters": "the samples that `custom_megatron_datasets_provider_function` is asked for",
+    "eval_interval": "the samples that `custom_megatron_datasets_provider_function` is asked for",
+    "weight_decay_incr_style": "how `MegatronLMDummyScheduler` changes the weight decay until `train_iters`: constant, "
+    "linear or cosine",
+    "start_weight_decay": "its start",
+    "end_weight_decay": "its end",
+    "recompute_method": "`uniform`: all blocks, each by itself; `block`: the first `recompute_num_layers` of them",
+    "recompute_num_layers": "see `recompute_method`",
+    "megatron_dataset_flag": "the model's call computes the micro-batches of an update; a "
+    "`MegatronLMDummyDataLoader` sets it",
+    "custom_train_step_class": "the model's call computes the micro-batches of an update with this step",
+    "custom_train_step_kwargs": "the keywords of the step",
+    "custom_get_batch_function": "how a train step reads a micro-batch",
+    "custom_loss_function": "how a train step computes the loss of a micro-batch",
+    "custom_megatron_datasets_provider_function": "the datasets behind `MegatronLMDummyDataLoader`",
+    "calculate_per_token_loss": "the model's call computes the micro-batches of an update, weighed by their tokens",
+    "eod_mask_loss": "the model's call computes the micro-batches of an update, and `GPTTrainStep` leaves out what "
+    "follows an end of text",
 }
 """The option of this library that each field stands for."""
 
@@ -28,10 +53,7 @@ MEMORY = {
 """Fields that change memory or speed alone, and have no effect here: setting them is a warning, with the reason."""
 
 _MODEL = "it is a property of the model. Set it in the model's configuration"
-_SCHEDULE = "Megatron's own schedule is not here. Give prepare() a schedule of torch"
-_LOOP = "Megatron's own loop is not here. Say it where your loop or Trainer is made"
-_DATA = "Megatron's own datasets are not here. Give prepare() a DataLoader"
-_STEP = "the model's own forward and loss are used. Give prepare() your model, and compute the loss in the loop"
+_STEP = "Megatron-LM's models are not built. Give prepare() your model, and a train step with your loss"
 _CHECKPOINT = "checkpoints always hold the optimizer's state, and load it. Use save_model and load_checkpoint_in_model"
 _EXPERTS = "experts are spread over the ranks of tp_degree, by the model's own plan"
 
@@ -41,8 +63,6 @@ REFUSED = {
     "num_layers_per_virtual_pipeline_stage": "stages are counted. Give ParallelismConfig(pp_handler="
     "TorchPipelineParallelConfig(schedule='Interleaved1F1B', stages_per_rank=…))",
     "pipeline_model_parallel_split_rank": "a model with an encoder and a decoder is not cut into stages",
-    "recompute_method": "all blocks are recomputed",
-    "recompute_num_layers": "all blocks are recomputed",
     "attention_backend": "it is the model's. Give from_pretrained(…, attn_implementation=…)",
     "attention_dropout": _MODEL,
     "hidden_dropout": _MODEL,
@@ -50,36 +70,15 @@ REFUSED = {
     "use_rotary_position_embeddings": _MODEL,
     "expert_model_parallel_size": _EXPERTS,
     "expert_tensor_parallel_size": _EXPERTS,
-    "calculate_per_token_loss": "give accelerator.backward(loss, weight=…) a sum and its tokens; a Trainer does so "
-    "by itself",
-    "eod_mask_loss": "labels of -100 are left out of the loss",
     "use_precision_aware_optimizer": "optimizer states have the type of their weights",
     "no_load_optim": _CHECKPOINT,
     "no_save_optim": _CHECKPOINT,
-    "train_iters": _LOOP,
-    "train_samples": _LOOP,
-    "eval_iters": _LOOP,
-    "eval_interval": _LOOP,
     "consumed_samples": "load_state restores the position in the data",
-    "weight_decay_incr_style": _SCHEDULE,
-    "start_weight_decay": _SCHEDULE,
-    "end_weight_decay": _SCHEDULE,
-    "lr_decay_iters": _SCHEDULE,
-    "lr_decay_samples": _SCHEDULE,
-    "lr_warmup_iters": _SCHEDULE,
-    "lr_warmup_samples": _SCHEDULE,
-    "lr_warmup_fraction": _SCHEDULE,
     "no_wd_decay_cond": "give prepare() an optimizer with groups of parameters",
     "scale_lr_cond": "give prepare() an optimizer with groups of parameters",
     "lr_mult": "give prepare() an optimizer with groups of parameters",
-    "megatron_dataset_flag": _DATA,
-    "custom_megatron_datasets_provider_function": _DATA,
-    "custom_get_batch_function": _DATA,
-    "custom_train_step_class": _STEP,
-    "custom_train_step_kwargs": _STEP,
     "custom_model_provider_function": _STEP,
     "custom_prepare_model_function": _STEP,
-    "custom_loss_function": _STEP,
     "tensorboard_dir": "give Accelerator(log_with='tensorboard', project_dir=…)",
     "set_all_logging_options": "give Accelerator(log_with=…)",
     "other_megatron_args": "Megatron-LM itself does not run",

@@ -12,6 +12,7 @@ from trainer_lib.options.base import check_choice, check_count, check_flag
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
 from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
+from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_schedule, schedule_steps
 
 _COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches")
 _FLAGS = (
@@ -25,7 +26,7 @@ _FLAGS = (
 _DEFAULTS = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_FLAGS, False), "gradient_clipping": 1.0}
 _NOTHING = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}  # asks for nothing, as `False` does
 _GRANULARITIES = ("selective", "full")
-_DECAYS = ("linear", "cosine", "constant")
+_METHODS = ("uniform", "block")
 
 
 @dataclass
@@ -41,14 +42,14 @@ class MegatronLMPlugin:
         use_custom_fsdp: Shard weights, gradients and optimizer states over the ranks that would replicate a model.
         overlap_cpu_optimizer_d2h_h2d: No effect.
         no_load_optim: Refused.
-        eod_mask_loss: Refused.
+        eod_mask_loss: `GPTTrainStep` leaves out the loss of what follows an end of text.
         no_save_optim: Refused.
         optimizer_cpu_offload: Keep the shards and the optimizer's state in CPU memory.
         use_precision_aware_optimizer: Refused.
         decoder_last_pipeline_num_layers: Refused.
         recompute_granularity: "selective" or "full": recompute the activations of all blocks in the backward.
-        recompute_method: Refused.
-        recompute_num_layers: Refused.
+        recompute_method: "uniform" or "block": which blocks `recompute_granularity="full"` recomputes.
+        recompute_num_layers: How many blocks `recompute_method="block"` recomputes.
         attention_backend: Refused.
         expert_model_parallel_size: Refused above 1.
         context_parallel_size: How many ranks hold parts of the same sequences.
@@ -56,7 +57,7 @@ class MegatronLMPlugin:
         hidden_dropout: Refused.
         attention_softmax_in_fp32: Refused.
         expert_tensor_parallel_size: Refused above 1.
-        calculate_per_token_loss: Refused.
+        calculate_per_token_loss: Train steps weigh micro-batches by their tokens.
         use_rotary_position_embeddings: Refused.
         num_micro_batches: The micro-batches of an accumulation window.
         gradient_clipping: The norm to which each optimizer step clips gradients (1.0); 0: none.
@@ -66,42 +67,44 @@ class MegatronLMPlugin:
         pipeline_model_parallel_split_rank: Refused.
         num_layers_per_virtual_pipeline_stage: Refused.
         is_train_batch_min: Whether `global_batch_size` counts the smallest batches of several loaders.
-        train_iters: Refused.
-        train_samples: Refused.
-        weight_decay_incr_style: Refused.
-        start_weight_decay: Refused.
-        end_weight_decay: Refused.
-        lr_decay_style: The shape of a `MegatronLMDummyScheduler`: "linear", "cosine" or "constant".
-        lr_decay_iters: Refused.
-        lr_decay_samples: Refused.
-        lr_warmup_iters: Refused.
-        lr_warmup_samples: Refused.
-        lr_warmup_fraction: Refused.
+        train_iters: The updates of the training, for schedules and datasets.
+        train_samples: The same in samples.
+        weight_decay_incr_style: "constant", "linear" or "cosine": how a `MegatronLMDummyScheduler` changes it.
+        start_weight_decay: The weight decay at the start.
+        end_weight_decay: The weight decay at the end.
+        lr_decay_style: "linear", "cosine", "constant" or "inverse-square-root": a `MegatronLMDummyScheduler`'s shape.
+        lr_decay_iters: The updates after which its decay is at its end.
+        lr_decay_samples: The same in samples.
+        lr_warmup_iters: The updates of its warm-up.
+        lr_warmup_samples: The same in samples.
+        lr_warmup_fraction: The same as a share of the decay.
         min_lr: The learning rate at which a `MegatronLMDummyScheduler` ends.
         consumed_samples: Refused.
         no_wd_decay_cond: Refused.
         scale_lr_cond: Refused.
         lr_mult: Refused.
-        megatron_dataset_flag: Refused.
+        megatron_dataset_flag: Batches are those of Megatron-LM's datasets; a `MegatronLMDummyDataLoader` sets it.
         seq_length: Batches have their own lengths.
         encoder_seq_length: Batches have their own lengths.
         decoder_seq_length: Batches have their own lengths.
         tensorboard_dir: Refused.
         set_all_logging_options: Refused.
-        eval_iters: Refused.
-        eval_interval: Refused.
+        eval_iters: The batches of a validation, for datasets.
+        eval_interval: The updates between two validations, for datasets.
         return_logits: Outputs always have their logits.
-        custom_train_step_class: Refused.
-        custom_train_step_kwargs: Refused.
+        custom_train_step_class: The train step with which the model's call computes the micro-batches of an update.
+        custom_train_step_kwargs: Its keywords.
         custom_model_provider_function: Refused.
         custom_prepare_model_function: Refused.
-        custom_megatron_datasets_provider_function: Refused.
-        custom_get_batch_function: Refused.
-        custom_loss_function: Refused.
+        custom_megatron_datasets_provider_function: Returns the datasets behind a `MegatronLMDummyDataLoader`.
+        custom_get_batch_function: How a train step reads a micro-batch.
+        custom_loss_function: How a train step computes the loss of a micro-batch.
         other_megatron_args: Refused.
 
     Attributes:
         global_batch_size: The samples of an update on all ranks, once a loader is prepared.
+        micro_batch_size: The samples of a micro-batch, once a loader is prepared.
+        grad_norm: The norm of the gradients of the last update before clipping; `None` without clipping.
 
     Example:
         >>> plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4)
@@ -182,6 +185,8 @@ class MegatronLMPlugin:
                 setattr(self, name, value)
         self._check_values()
         self.global_batch_size: int | None = None
+        self.micro_batch_size: int | None = None
+        self.grad_norm: Any = None
 
     @property
     def notes(self) -> list[str]:
@@ -197,6 +202,33 @@ class MegatronLMPlugin:
     def shards(self) -> bool:
         """Whether the ranks that would replicate a model share it."""
         return bool(self.use_distributed_optimizer or self.use_custom_fsdp)
+
+    @property
+    def computes_windows(self) -> bool:
+        """Whether the call of a model computes the micro-batches of an update, with a train step."""
+        functions = self.custom_train_step_class, self.custom_get_batch_function, self.custom_loss_function
+        flags = self.megatron_dataset_flag, self.calculate_per_token_loss, self.eod_mask_loss
+        return any(flags) or any(value is not None for value in functions)
+
+    @property
+    def recomputed_blocks(self) -> int | None:
+        """How many blocks recompute their activations, from the first on; `None`: all."""
+        return self.recompute_num_layers if self.recompute_method == "block" else None
+
+    def schedule_steps(self, total: int | None, warmup: int) -> ScheduleSteps:
+        """Return the updates of a schedule, from this plugin or else from a stand-in for a schedule."""
+        return schedule_steps(self, total, warmup)
+
+    def samples_of_datasets(self, micro_batch_size: int, replicas: int) -> list[int]:
+        """Return the samples that the training, validations and tests need."""
+        if self.train_iters is None:
+            raise ConfigurationError(
+                "custom_megatron_datasets_provider_function is asked for a number of samples: give train_iters=…, the "
+                "updates of the training."
+            )
+        size = micro_batch_size * replicas * (self.num_micro_batches or 1)
+        validations = self.train_iters // self.eval_interval + 1
+        return [self.train_iters * size, validations * self.eval_iters * size, self.eval_iters * size]
 
     def mesh_sizes(self, num_processes: int) -> dict[str, Any]:
         """Return the sizes of a `ParallelismConfig`: ranks that the degrees leave replicate the model, or shard it.
@@ -241,6 +273,8 @@ class MegatronLMPlugin:
         """Take note of a loader: its batches of each replica are micro-batches."""
         size = batch_size * replicas * (self.num_micro_batches or 1)
         choose = min if self.is_train_batch_min else max
+        known = self.micro_batch_size
+        self.micro_batch_size = batch_size if known is None else choose(batch_size, known)
         self.global_batch_size = size if self.global_batch_size is None else choose(size, self.global_batch_size)
 
     def _refuse(self) -> None:
@@ -260,8 +294,31 @@ class MegatronLMPlugin:
             raise ConfigurationError(f"gradient_clipping must be a norm, or 0 for none (got {shown(clipping)}).")
         if self.recompute_granularity is not None:
             check_choice("recompute_granularity", self.recompute_granularity, _GRANULARITIES)
-        check_choice("lr_decay_style", self.lr_decay_style, _DECAYS)
+        if self.custom_train_step_kwargs and self.custom_train_step_class is None:
+            raise ConfigurationError(
+                f"custom_train_step_kwargs={shown(self.custom_train_step_kwargs)} need custom_train_step_class=…, the "
+                "step that takes them."
+            )
+        check_schedule(self)
+        self._check_recomputation()
         if self.optimizer_cpu_offload and not self.shards:
             raise ConfigurationError(
                 "optimizer_cpu_offload=True needs use_distributed_optimizer=True or use_custom_fsdp=True (got neither)."
+            )
+
+    def _check_recomputation(self) -> None:
+        method, count = self.recompute_method, self.recompute_num_layers
+        if method is None and count is None:
+            return
+        if self.recompute_granularity != "full" or method is None:
+            raise ConfigurationError(
+                "recompute_method and recompute_num_layers belong to recompute_granularity='full' (got "
+                f"{self.recompute_granularity!r}, {method!r} and {count!r}). Give all three."
+            )
+        check_choice("recompute_method", method, _METHODS)
+        check_count("recompute_num_layers", 1 if method == "uniform" and count is None else count)
+        if method == "block" and self.pp_degree != 1:
+            raise ConfigurationError(
+                f"recompute_method='block' counts the layers of each stage, which are not known yet (pp_degree="
+                f"{self.pp_degree}). Give recompute_method='uniform', which recomputes all."
             )

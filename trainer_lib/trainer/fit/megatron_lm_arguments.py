@@ -29,4 +29,10 @@ def megatron_lm_plugin(args: TrainingArguments) -> MegatronLMPlugin:
                 f"The launcher says {name}={asked}, and TrainingArguments({argument}={value}). Both mean the same: "
                 f"leave --megatron_lm_{name} out, or give {argument}={asked}."
             )
-    return dataclasses.replace(plugin, num_micro_batches=1, gradient_clipping=0.0)
+    if plugin.eod_mask_loss:
+        raise ConfigurationError(
+            "The launcher says eod_mask_loss=True, and a Trainer computes its own loss. Leave "
+            "--megatron_lm_eod_mask_loss out, and set the labels after an end of text to -100."
+        )
+    # A Trainer weighs each loss by its tokens anyway.
+    return dataclasses.replace(plugin, num_micro_batches=1, gradient_clipping=0.0, calculate_per_token_loss=None)
