@@ -50,7 +50,10 @@ test-deepspeed: .venv/with-deepspeed-apart
 	PYTHONPATH=$(CURDIR)/$(DEEPSPEED) DS_BUILD_OPS=0 $(BIN)/python -m pytest -n auto --maxprocesses 3 --dist loadfile \
 		tests/strategies/test_deepspeed.py tests/trainer/fit/test_deepspeed_runs.py tests/commands/test_launch_deepspeed.py
 
-test-all: test test-slow test-deepspeed
+# In one session, but for DeepSpeed's tests: what all tests import is imported once.
+test-all: .venv/with-test
+	$(PYTEST)
+	@$(MAKE) --no-print-directory test-deepspeed
 
 # By themselves: a fork of a process that has used a GPU cannot train, and most other tests fork.
 test-gpu: .venv/with-test

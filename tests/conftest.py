@@ -63,6 +63,11 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) + 1
 
 
+def pytest_collectreport() -> None:
+    """Keep what a file imports out of the garbage collections that the imports of the next ones cause."""
+    gc.freeze()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import once what every rank of a world would import by itself, and keep all of it out of garbage collections."""
     tests = [item for item in session.items if isinstance(item, pytest.Function)]

@@ -118,6 +118,15 @@ def run_tests(copy: Path, tests: Sequence[str], marker: str | None, limit: float
     return True, "collection error" if code in (2, 4) else f"exit code {code}"
 
 
+def check_tests(mutants: Sequence[Mutant], base: Path) -> None:
+    """Raise unless the tests can be collected without a break: an environment that is broken looks like red tests."""
+    files = sorted({test.partition("::")[0] for mutant in mutants for test in mutant.tests})
+    is_red, why = run_tests(base, ["--collect-only", *files], None, LIMIT_OF_ALL)
+    if is_red or why != "all green":
+        output = (base.parent / "output").read_text(encoding="utf-8")
+        raise SystemExit(f"{output}\nThe tests do not run on the unbroken tree either: {why}.")
+
+
 def try_mutant(mutant: Mutant, base: Path, marker: str | None, whole: bool) -> Result:
     """Break a copy of the library, run the tests of the mutant in it, and return which went red."""
     with tempfile.TemporaryDirectory(dir=base.parent, prefix="m", ignore_cleanup_errors=True) as folder:
@@ -155,6 +164,7 @@ def main() -> int:
     memory = MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="mutants-") as folder:
         copy_tree(options.tree.resolve(), base := Path(folder) / "base")
+        check_tests(mutants, base)
         try_each = partial(try_mutant, base=base, marker=options.marker, whole=options.whole)
         with ThreadPoolExecutor(options.jobs) as pool:
             results = dict(zip((mutant.name for mutant in mutants), pool.map(try_each, mutants), strict=True))

@@ -1,10 +1,7 @@
-"""Numbers that differ between Accelerate and this library: run it with `numbers` or `checkpoints`, and a library."""
+"""Numbers that differ between Accelerate and this library, for the library that is named."""
 
 import importlib
-import json
-import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,8 +79,3 @@ def checkpoints(library: str) -> dict[str, Any]:
                 accelerator.save_state()
         accelerator.load_state()
         return {"next number": accelerator.save_iteration}
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    print(json.dumps({"checkpoints": checkpoints, "numbers": numbers}[sys.argv[1]](sys.argv[2])), flush=True)

@@ -1,11 +1,8 @@
 """The numbers of docs/migrating.md: what Accelerate computes and what this library does."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from tests.accelerate_docs.differences import checkpoints, numbers
 from tests.launched import ROOT
 from tests.worlds import run_world
+from trainer_lib.launchers.fork import run_forked
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
 
@@ -39,29 +37,16 @@ def test_our_numbers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.launch
-def test_accelerates_numbers(tmp_path: Path) -> None:
+def test_accelerates_numbers() -> None:
     pytest.importorskip("accelerate")
-    script = str(Path(__file__).with_name("differences.py"))
-    two = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, "numbers"]
-    ranks = _printed(tmp_path, *two)
-    assert len(ranks) == 2
-    for rank in ranks:
-        assert rank == ACCELERATES
-    assert _printed(tmp_path, script, "checkpoints") == [{"next number": 0}]
+    assert run_forked(_quietly, (numbers,), num_processes=2, timeout=100) == [ACCELERATES] * 2
+    assert run_forked(_quietly, (checkpoints,), num_processes=1, timeout=100) == [{"next number": 0}]
 
 
-def _printed(folder: Path, *command: str) -> list[dict[str, Any]]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, *command, "accelerate"],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=200,
-    )
-    return [json.loads(line) for line in re.findall(r"\{.*?\}", done.stdout)]
+def _quietly(function: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Run a function with Accelerate, in a process that ends with it: its state is left there."""
+    warnings.simplefilter("ignore")
+    return function("accelerate")
 
 
 def test_the_tests_that_the_page_names_are_there() -> None:

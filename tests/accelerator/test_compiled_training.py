@@ -116,8 +116,9 @@ def test_compiled_training_equals_eager_training_and_is_traced_once(
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_A_COMPILER)])
 def test_torchs_own_backends_train_alike(backend: str) -> None:
-    # Compiled headers would be kept in the session's folder. They, and processes that compile, take seconds.
-    settings = {"cpp_cache_precompile_headers": False, "compile_threads": 1}
+    # Compiled headers would be kept in the session's folder. They, processes that compile, and finding out by a
+    # compilation which instructions the machine has, take seconds; what is compiled here does without the latter.
+    settings = {"cpp_cache_precompile_headers": False, "compile_threads": 1, "cpp.vec_isa_ok": True, "cpp.simdlen": 1}
     with importlib.import_module("torch._inductor.config").patch(**settings):
         assert_same(train(TorchDynamoPlugin(backend, use_regional_compilation=True)), train(None))
 

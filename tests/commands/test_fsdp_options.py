@@ -132,10 +132,14 @@ def test_use_fsdp_alone_starts_fsdp2(usual: dict[str, Any]) -> None:
 KEPT = {"whole after a forward": {"blocks.0"}, "backward prefetches": 0}
 UNWRAPPED = {**KEPT, "wrapped": []}
 WHOLE_LAST = ["last.bias", "last.weight", "scale"]
+# Each line is a launch: options whose effects are not the same share one. The first two say what is so without them.
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("--fsdp_version 1", {}),
-    ("--fsdp_version 2", {}),
-    ("--fsdp_min_num_params 80", {}),  # of another policy
+    (
+        "--fsdp_version 1 --fsdp_sharding_strategy 1 --fsdp-backward-prefetch BACKWARD_PRE"
+        " --fsdp_min_num_params 80",  # of another policy
+        {},
+    ),
+    ("--fsdp_version 2 --fsdp-reshard-after-forward=true --fsdp_state_dict_type SHARDED_STATE_DICT", {}),
     (
         "--fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_min_num_params 150",
         {"wrapped": BLOCKS},
@@ -147,37 +151,39 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
         {"wrapped": [f"{name}.norm" for name in BLOCKS], "whole after a forward": {"blocks.0"}},
     ),
     ("--fsdp_reshard_after_forward false", KEPT),
-    ("--fsdp-reshard-after-forward=true", {}),
     (
         "--fsdp_sharding_strategy SHARD_GRAD_OP",
         {**KEPT, "notes": ["sharding_strategy='SHARD_GRAD_OP' is reshard_after_forward=False"]},
     ),
-    ("--fsdp_sharding_strategy 1", {}),
     ("--fsdp_state_dict_type FULL_STATE_DICT", {"files": ["model.safetensors"]}),
-    ("--fsdp_state_dict_type SHARDED_STATE_DICT", {}),
     (
-        "--fsdp-state-dict-type LOCAL_STATE_DICT",
-        {"notes": ["state_dict_type='LOCAL_STATE_DICT' is state_dict_type='SHARDED_STATE_DICT'"]},
+        "--fsdp_backward_prefetch_policy NO_PREFETCH"  # its older name
+        " --fsdp_cpu_ram_efficient_loading false",
+        {"backward prefetches": 0, "loads on rank 0 only": False},
     ),
-    ("--fsdp_backward_prefetch_policy NO_PREFETCH", {"backward prefetches": 0}),  # its older name
-    ("--fsdp-backward-prefetch BACKWARD_PRE", {}),
-    ("--fsdp_forward_prefetch true", {"forward prefetches": 3}),
+    (
+        "--fsdp_forward_prefetch true --fsdp_offload_params true",
+        {"forward prefetches": 3, "offloads": "CPUOffloadPolicy"},
+    ),
+    (
+        "--fsdp-state-dict-type LOCAL_STATE_DICT --fsdp_use_orig_params false",
+        {
+            "notes": [
+                "use_orig_params=False is use_orig_params=True (FSDP2 always keeps the model's own parameters)",
+                "state_dict_type='LOCAL_STATE_DICT' is state_dict_type='SHARDED_STATE_DICT'",
+            ]
+        },
+    ),
     ("--fsdp_activation_checkpointing true", {"forwards": 2}),
     (
         "--fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
         {"forwards": 2, "inputs on the CPU": 3},
     ),
     ("--fsdp_ignored_modules last", {"whole": WHOLE_LAST}),
-    ("--fsdp_cpu_ram_efficient_loading false", {"loads on rank 0 only": False}),
     (
         "--fsdp-sync-module-states false --fsdp-cpu-ram-efficient-loading false",
         {"starts from rank 0": False, "loads on rank 0 only": False},
     ),
-    (
-        "--fsdp_use_orig_params false",
-        {"notes": ["use_orig_params=False is use_orig_params=True (FSDP2 always keeps the model's own parameters)"]},
-    ),
-    ("--fsdp_offload_params true", {"offloads": "CPUOffloadPolicy"}),
 ]
 
 

@@ -90,7 +90,7 @@ def killer(diary: Path, saves: Callable[[], bool], moment: Moment) -> Generator[
 
 
 def _kill(diary: Path, since: int, saves: Callable[[], bool], moment: Moment) -> None:
-    _wait(lambda: any(entry["what"] == "saved" for entry in lines(diary, since)))
+    _wait(lambda: any(entry["what"] == "saved" for entry in lines(diary, since)), every=0.005)  # reads all of it
     pid = lines(diary, since)[0]["pid"]
     if moment.inside:
         # How long one takes, and then into another one.
@@ -106,12 +106,12 @@ def _kill(diary: Path, since: int, saves: Callable[[], bool], moment: Moment) ->
     os.kill(pid, signal.SIGKILL)
 
 
-def _wait(until: Callable[[], bool]) -> None:
+def _wait(until: Callable[[], bool], every: float = 0.0002) -> None:
     deadline = time.monotonic() + _PATIENCE
     while not until():
         if time.monotonic() > deadline:
             os._exit(1)
-        time.sleep(0.0002)
+        time.sleep(every)
 
 
 @dataclass

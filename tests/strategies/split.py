@@ -138,7 +138,7 @@ class Split:
     precision: str = "no"
     weighted: bool = False
     steps: int = 2
-    updates: int = 5
+    updates: int = 3
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -148,8 +148,8 @@ def model_of(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind()
 
 
-def data(count: int = 44) -> Any:
-    """Return sequences whose number leaves an uneven tail."""
+def data(count: int = 12) -> Any:
+    """Return sequences: as many as one and a half windows of an update, unless told otherwise."""
     tokens = torch.randint(0, VOCABULARY - 1, (count, LENGTH), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row.roll(1)} for row in tokens]
 

@@ -82,16 +82,17 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, SHARDS], ids=["alone", "shards"])
-@pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
-def test_models_of_transformers(case: Split, sizes: dict[str, Any]) -> None:
-    assert_as_one_process(replace(case, sizes=sizes), 2 if len(sizes) == 1 else 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_sequences", "gpt2"])
-def test_models_of_transformers_in_replicas(name: str) -> None:
-    assert_as_one_process(replace(MODELS[name], sizes=REPLICAS), 4)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [  # shards and replicas take what is split as it is: sequences, tied weights, biases
+        *((name, {"tp_size": 2}) for name in MODELS),
+        *((name, SHARDS) for name in ("llama_sequences", "qwen", "gpt2")),
+        *((name, REPLICAS) for name in ("llama_sequences", "gpt2")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_models_of_transformers(name: str, sizes: dict[str, Any]) -> None:
+    assert_as_one_process(replace(MODELS[name], sizes=sizes), 2 * len(sizes))
 
 
 @pytest.mark.slow
