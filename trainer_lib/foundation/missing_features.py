@@ -86,7 +86,10 @@ SAGEMAKER = MissingFeature(
     "the arguments of SageMaker's Python package",
     "`trainer-lib launch` describes the job by boto3: trainer_lib.commands.sagemaker.job.",
 )
-TPU = MissingFeature("TPUs", "Train on GPUs or the CPU.")
+TPU = MissingFeature(
+    "TPUs",
+    "torch_xla, which drives them, has no version for the torch that this library needs. Train on GPUs or the CPU.",
+)
 AIM = MissingFeature(
     "a tracker for Aim", "Its package writes without an error, and its own reader finds nothing: use another tracker."
 )

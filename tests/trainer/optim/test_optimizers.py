@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_lib import Accelerator
+from trainer_lib import Accelerator, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.trainer.optim.optimizer_packages import PATHS
 from trainer_lib.trainer.optim.optimizers import build_optimizer, optimizer_names
@@ -200,6 +200,14 @@ def test_weight_decay_of_a_group_needs_an_optimizer_with_weight_decay() -> None:
 @pytest.mark.parametrize("name", ["lbfgs", "torch.optim.LBFGS"])
 def test_lbfgs_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UnsupportedError, match="needs a closure"):
+        build_optimizer(name, _parameters(), learning_rate=0.1)
+
+
+@pytest.mark.parametrize("name", ["lomo", "AdaLomo", "lomo_optim.Lomo"])
+def test_optimizers_that_step_in_the_backward_are_refused_with_the_reason(name: str) -> None:
+    pytest.importorskip("lomo_optim")
+    assert TrainingArguments(optimizer=name).optimizer == name, "the reason comes where the optimizer is built"
+    with pytest.raises(UnsupportedError, match=r"changes weights while the backward runs.*lomo_backward"):
         build_optimizer(name, _parameters(), learning_rate=0.1)
 
 

@@ -463,8 +463,8 @@ def warmup_steps(warmup: int | float | str | None, total_steps: int | None) -> i
 def optimizer_name(name: str, value: Any) -> str:
     """Names of optimizers, and dotted paths."""
     kept = name_of("optimizer")(name, value)
-    # "lbfgs" passes here: building the optimizer refuses it with a reason.
-    if "." in kept or kept.lower() in (*optimizer_names(), "lbfgs"):
+    # These pass here: building the optimizer refuses them with a reason.
+    if "." in kept or kept.lower() in (*optimizer_names(), "lbfgs", "lomo", "adalomo"):
         return kept
     raise ConfigurationError(_hugging_face_hint("optim", kept, name) or _unknown_name(name, kept, optimizer_names()))
 

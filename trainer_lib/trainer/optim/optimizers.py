@@ -81,7 +81,13 @@ def optimizer_names() -> list[str]:
     return sorted(name for name in {*_known(), *PATHS} if name not in _REFUSED)
 
 
+_LOMO = (
+    "it changes weights while the backward runs, before the Trainer can check, weight or clip their gradients. Use "
+    "another optimizer, or write the loop with trainer_lib.Accelerator and its lomo_backward"
+)
 _REFUSED = {
+    "lomo": _LOMO,
+    "adalomo": _LOMO,
     "lbfgs": (
         "it needs a closure that computes the loss several times per step, and the Trainer computes it once. Use "
         "another optimizer, or write the loop with trainer_lib.Accelerator, whose optimizers take closures"
@@ -100,12 +106,15 @@ def _kind(name: Any) -> Callable[..., Any]:
         raise ConfigurationError(f'optimizer must be a name such as "adamw", or a dotted path (got {name!r}).')
     if "." in name:
         kind = load(name, "optimizer")
-        short = kind.__name__.lower() if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS) else ""
+        is_refused = str(getattr(kind, "__module__", "")).startswith("lomo_optim") or (
+            isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
+        )
+        short = kind.__name__.lower() if is_refused else ""
     else:
         short = name.lower()
-        if short not in _known() and short not in PATHS:
+        if short not in _known() and short not in PATHS and short not in _REFUSED:
             raise ConfigurationError(unknown("optimizer", name, optimizer_names()) + " Or give a dotted path.")
-        kind = load_by_name(short) if short in PATHS else _known()[short]
+        kind = load_by_name(short) if short in PATHS else _known().get(short, Optimizer)
     if short in _REFUSED:
         raise UnsupportedError(f"optimizer={name!r} is not supported: {_REFUSED[short]}.")
     return kind
