@@ -25,10 +25,13 @@ def all_to_all_attention(
         ConfigurationError: If the heads cannot be shared out.
     """
     size = dist.get_world_size(group)
-    if query.shape[1] % size:
+    heads = query.shape[1]
+    if heads % size:
+        nearest = min((n for n in range(1, heads + 1) if not heads % n), key=lambda n: abs(n - size))
         raise ConfigurationError(
-            f"sp_size={size} cannot share out the {query.shape[1]} attention heads of a rank (the model's, divided by "
-            "tp_size). Choose sizes whose product divides the model's heads, or cp_size, which does not split heads."
+            f"sp_size={size} cannot share out the {heads} attention heads of a rank (the model's, divided by "
+            f"tp_size). The nearest size that does is {nearest}. Choose sizes whose product divides the model's heads, "
+            "or cp_size, which does not split heads."
         )
     key, value = _shareable(key, query, size), _shareable(value, query, size)
     query, key, value = (_Swap.apply(tensor, group, _HEADS, _POSITIONS) for tensor in (query, key, value))  # type: ignore[misc]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _LANGUAGE_MODELS = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
 
@@ -17,27 +17,42 @@ def example_forward(model: nn.Module, batch_size: int, sequence_length: int) -> 
         batch_size: The samples.
         sequence_length: The tokens of a sample; at most as many as the model takes.
     """
+    batch = example_batch(model, batch_size, sequence_length)
+    on_images = "pixel_values" in batch
+    (sizes,) = {tuple(value.shape) for value in batch.values()}
+
+    def forward(model: nn.Module) -> Any:
+        weight = next(model.parameters())
+        inputs = {
+            name: torch.zeros(value.shape, dtype=weight.dtype if on_images else value.dtype, device=weight.device)
+            for name, value in batch.items()
+        }
+        return model(*inputs.values()) if on_images else model(**inputs)
+
+    shape = "×".join(map(str, sizes[1:]))
+    return forward, f"{batch_size} × {shape} {'values' if on_images else 'tokens'}"
+
+
+def example_batch(model: nn.Module, batch_size: int, sequence_length: int) -> dict[str, Tensor]:
+    """Return a batch of zeros, with the labels of a language model.
+
+    Args:
+        model: The model, maybe on the meta device.
+        batch_size: The samples.
+        sequence_length: The tokens of a sample; at most as many as the model takes.
+    """
     config: Any = getattr(model, "config", None)
     size = _image_size(model, config)
     if size is not None:
-
-        def on_images(model: nn.Module) -> Any:
-            weight = next(model.parameters())
-            return model(torch.zeros(batch_size, *size, dtype=weight.dtype, device=weight.device))
-
-        return on_images, f"{batch_size} × {'×'.join(map(str, size))} values"
+        return {"pixel_values": torch.zeros(batch_size, *size)}
     length = min(sequence_length, getattr(config, "max_position_embeddings", None) or sequence_length)
-
-    def on_tokens(model: nn.Module) -> Any:
-        tokens = torch.zeros(batch_size, length, dtype=torch.int64, device=next(model.parameters()).device)
-        inputs = {"input_ids": tokens}
-        if type(model).__name__.endswith(_LANGUAGE_MODELS):
-            inputs["labels"] = tokens
-        elif getattr(config, "is_encoder_decoder", False):
-            inputs["decoder_input_ids"] = tokens
-        return model(**inputs)
-
-    return on_tokens, f"{batch_size} × {length} tokens"
+    tokens = torch.zeros(batch_size, length, dtype=torch.int64)
+    batch = {"input_ids": tokens}
+    if type(model).__name__.endswith(_LANGUAGE_MODELS):
+        batch["labels"] = tokens
+    elif getattr(config, "is_encoder_decoder", False):
+        batch["decoder_input_ids"] = tokens
+    return batch
 
 
 def _image_size(model: nn.Module, config: Any) -> tuple[int, ...] | None:

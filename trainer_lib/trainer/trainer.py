@@ -130,7 +130,7 @@ class Trainer(ToolMethods, PublishMethods):
         measures = measures_by_set(names, metrics, compute_metrics)
         if accelerator is not None:
             at_construction.check_accelerator(accelerator, self.args)
-        self.accelerator = accelerator or build_accelerator(self.args)
+        self.accelerator = accelerator or build_accelerator(check_request.engine_arguments(self.args))
         self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self.parts = TrainerParts(
             loss=BatchLoss(self),

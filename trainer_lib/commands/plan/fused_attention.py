@@ -1,26 +1,27 @@
-"""Attention on the meta device as a fused kernel: it keeps no scores for the backward, as on CPU and CUDA devices."""
+"""Attention without values as a fused kernel: it keeps no scores for the backward, as on CPU and CUDA devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-class FusedAttention(TorchFunctionMode):
-    """Within a `with` block, `scaled_dot_product_attention` keeps what the flash kernel keeps.
+@contextmanager
+def fused_attention() -> Generator[None]:
+    """Return the context in which `F.scaled_dot_product_attention` keeps what the flash kernel keeps.
 
-    Without it, torch computes attention on the meta device from its parts, and keeps the scores of each pair of tokens.
+    Without it, torch computes attention with a mask from its parts, and keeps the scores of each pair of tokens. It is
+    replaced by name: a mode of torch would not see what a backward computes again.
     """
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Replace the call of attention."""
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            return _fused(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _fused
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
 
 
 def _fused(
@@ -36,6 +37,8 @@ def _fused(
     if enable_gqa:
         copies = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(copies, -3), value.repeat_interleave(copies, -3)
-    del attn_mask  # its shape does not matter for what is kept
+    del attn_mask, dropout_p  # they do not matter for what is kept
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore[reportPrivateUsage]
-    return kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return kernel(query, key, value, 0.0, is_causal, scale=scale)[0]

@@ -1,127 +1,168 @@
-"""A rank of a large world, simulated in one process: its memory, and its messages of one step."""
+"""A rank of a large world, simulated in one process: its memory, and its messages of one optimizer step."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch import nn
-
-from trainer_lib.commands.plan.counted_messages import CountedMessages, Messages
-from trainer_lib.commands.plan.fused_attention import FusedAttention
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.modules.blocks import repeated_blocks
-from trainer_lib.modules.training_memory import TrainingMemory, activation_bytes, computing_dtype, local_part, memory_of
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.commands.plan.computed_parts import GATHERED_AS, ComputedPart, computed_parts
+from trainer_lib.commands.plan.counted_messages import Messages
+from trainer_lib.commands.plan.pipeline_schedule import activations_in_flight
+from trainer_lib.commands.plan.rank_memory import RankMemory, Weights
+from trainer_lib.commands.plan.simulated_world import DEVICE, simulated_world
+from trainer_lib.commands.plan.training_job import TrainingJob
+from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.modules.training_memory import local_part
+from trainer_lib.options.enums import DistributedType
+from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig, scheduled
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import LoneProcess
-from trainer_lib.strategies.tensor_parallel.tensor_parallel import MatrixSplitting
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-_DDP_BUCKET = 25 * 1024 * 1024
+from trainer_lib.strategies.registry import choose_strategy
 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """What the first rank of a mesh holds and sends; no other rank holds more.
+    """What a rank of a mesh holds and sends.
 
     Args:
         memory: The bytes that it holds.
-        messages: What it sends in a step of one micro-batch, by dimension of the mesh.
-        has_counted_messages: Whether the messages of `tp` are known: a backward could be simulated.
+        messages: What it sends in an optimizer step, by dimension of the mesh.
+        stages: The stages of a pipeline that it holds.
+        has_counted_messages: Whether the messages of the activations are known: a backward could be simulated.
+        reason: Why not.
     """
 
-    memory: TrainingMemory
+    memory: RankMemory
     messages: dict[str, Messages]
+    stages: Sequence[int] = (0,)
     has_counted_messages: bool = True
+    reason: str = ""
 
 
-def simulate(
-    model: nn.Module, forward: Callable[[nn.Module], Any], config: ParallelismConfig, precision: str = "no"
-) -> SimulatedRank:
-    """Return what the first rank of a mesh holds and sends.
+class Simulation:
+    """Simulates the ranks of meshes for one training.
 
     Args:
-        model: The model, on the meta device. It is split in place.
-        forward: Computes an output of one batch.
-        config: The sizes of the mesh.
-        precision: "no", "bf16" or "bf16-true".
-
-    Raises:
-        ConfigurationError: If the model does not fit the sizes.
-        UnsupportedError: If the mesh has a dimension that is not simulated.
+        job: The training.
     """
-    unknown = [name for name in ("pp", "cp", "sp") if config.sizes[name] > 1]
-    if unknown:
-        sizes = ", ".join(f"{name}_size={config.sizes[name]}" for name in unknown)
-        raise UnsupportedError(
-            f"{sizes}: `trainer-lib plan` simulates dp_replicate, dp_shard and tp only. Leave the others at 1."
-        )
-    messages: dict[str, Messages] = {}
-    counted = True
-    model.to(computing_dtype(precision))  # before it is split: weights that are split keep their type
-    with _fake_world(config) as mesh, FusedAttention():
-        if mesh is not None and config.tp_enabled:
-            tp = mesh if mesh.ndim == 1 else mesh["tp"]
-            splitting = MatrixSplitting(model, config.tp_handler or TorchTensorParallelConfig(), tp, LoneProcess())
-            splitting.apply(model)
-        shards = config.sizes["dp_shard"]
-        kept = activation_bytes(model, forward)
-        memory = memory_of(model, "fsdp" if shards > 1 else "ddp", precision, shards, kept)
-        if config.tp_enabled:
-            messages["tp"], counted = _count(model, forward, config.sizes["tp"])
-    messages |= _of_weights(model, config, precision)
-    return SimulatedRank(memory, messages, counted)
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.job = job
+        self._parts: dict[tuple[object, ...], list[ComputedPart]] = {}
+
+    def ranks(self, config: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> list[SimulatedRank]:
+        """Return the first rank of each stage of a mesh; no rank that holds the same stage holds or sends more.
+
+        Args:
+            config: The sizes of the mesh.
+            plugin: The options of FSDP2; `None`: each rank holds whole weights.
+
+        Raises:
+            ConfigurationError: If the model or the batch does not fit the mesh.
+            UnsupportedError: If a run would refuse the mesh, or what it refuses cannot be simulated.
+        """
+        parts = self._computed(config, plugin is not None)
+        shared = _shared_weights(parts)
+        return [self._rank(index, part, config, plugin, shared) for index, part in enumerate(parts)]
+
+    def heaviest(self, config: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> SimulatedRank:
+        """Return the rank that holds the most."""
+        return max(self.ranks(config, plugin), key=lambda rank: rank.memory.total)
+
+    def check(self, config: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
+        """Raise what a run raises for a mesh and a precision that do not work together."""
+        name = self.job.args.mixed_precision or "no"
+        if name == "fp8":
+            raise UnsupportedError("mixed_precision='fp8' is not simulated. Plan with 'bf16', which takes more memory.")
+        kind = DistributedType.NO if config.total_size == 1 else DistributedType.MULTI_CPU
+        with simulated_world(config) as world:
+            lone = LoneProcess()
+            choose_strategy(kind, lone, DEVICE, None, plugin, world.config, name, None, lone)
+
+    def _computed(self, config: ParallelismConfig, is_sharded: bool) -> list[ComputedPart]:
+        """Return what ranks compute, which does not depend on the number of replicas and of shards."""
+        alone = dataclasses.replace(config, dp_replicate_size=1, dp_shard_size=1)
+        name = self.job.args.mixed_precision or "no"
+        key = (*alone.sizes.items(), str(config.pp_handler), is_sharded and name in GATHERED_AS)
+        if key not in self._parts:
+            with simulated_world(alone) as world:
+                self._parts[key] = computed_parts(self.job, world, is_sharded)
+        return self._parts[key]
+
+    def _rank(
+        self,
+        index: int,
+        part: ComputedPart,
+        config: ParallelismConfig,
+        plugin: FullyShardedDataParallelPlugin | None,
+        shared: Mapping[str, Sequence[int]],
+    ) -> SimulatedRank:
+        stages, micro_batches = part.stages, self.job.micro_batches
+        gathered_as = GATHERED_AS.get(self.job.args.mixed_precision or "no")
+        weights = Weights(self.job, part.model, config, plugin, gathered_as)
+        activations = self._activations(index, part, config)
+        buffers = max(stage.temporary for stage in stages.values())
+        if config.pp_enabled:  # schedules receive the gradients of each micro-batch into a tensor of its own
+            buffers += self._scheduled(config) * sum(stage.passed_on for stage in stages.values())
+        of_stages = [{name: each * micro_batches for name, each in stage.messages.items()} for stage in stages.values()]
+        messages = _summed([*of_stages, weights.messages()])
+        if config.pp_enabled:
+            messages["pp"] = _between_stages(index, part, config, micro_batches, shared)
+        order = [*config.sizes]
+        messages = dict(sorted(messages.items(), key=lambda pair: -order.index(pair[0].partition(" ")[0])))
+        has_counted = all(stage.has_backward for stage in stages.values())
+        reason = next((stage.reason for stage in stages.values() if stage.reason), "")
+        return SimulatedRank(weights.memory(activations, buffers), messages, list(stages), has_counted, reason)
+
+    def _activations(self, index: int, part: ComputedPart, config: ParallelismConfig) -> int | None:
+        """Return what forwards keep at a time, and the tensors that a schedule receives activations into."""
+        kept = {number: stage.kept for number, stage in part.stages.items() if stage.kept is not None}
+        if len(kept) < len(part.stages):
+            return None
+        if not config.pp_enabled:
+            return sum(kept.values())
+        options, ranks = config.pp_handler or TorchPipelineParallelConfig(), config.sizes["pp"]
+        received = self._scheduled(config) * sum(stage.received for stage in part.stages.values())
+        return activations_in_flight(options, index, ranks, self.job.micro_batches, kept) + received
+
+    def _scheduled(self, config: ParallelismConfig) -> int:
+        """Return how many micro-batches of a window a schedule takes."""
+        options = config.pp_handler or TorchPipelineParallelConfig()
+        if options.schedule is None:
+            return 0
+        return scheduled(options.schedule, self.job.micro_batches, config.sizes["pp"])[1]
 
 
-@contextmanager
-def _fake_world(config: ParallelismConfig) -> "Generator[DeviceMesh | None]":
-    """Yield the mesh of a world whose other ranks do not exist, and whose messages go nowhere."""
-    if dist.is_initialized():
-        raise ConfigurationError("`trainer-lib plan` simulates a world, and this process is in one. Start it alone.")
-    dist.init_process_group("fake", rank=0, world_size=config.total_size)
-    try:
-        yield config.build_device_mesh("cpu")
-    finally:
-        dist.destroy_process_group()
+def _summed(counts: Sequence[Mapping[str, Messages]]) -> dict[str, Messages]:
+    total: dict[str, Messages] = {}
+    for messages in counts:
+        for name, count in messages.items():
+            total[name] = total.get(name, Messages()) + count
+    return total
 
 
-def _count(model: nn.Module, forward: Callable[[nn.Module], Any], ranks: int) -> tuple[Messages, bool]:
-    """Return the messages of a forward and a backward, and whether both could be simulated."""
-    with CountedMessages(ranks) as counter:
-        try:
-            output = forward(model.train())
-            value = getattr(output, "loss", None)
-            value = value if value is not None else getattr(output, "logits", output)
-            value.sum().backward()
-        except Exception:  # noqa: BLE001 - any model may be given, and not every operation has a form without values
-            return counter.messages, False
-        finally:
-            model.zero_grad(set_to_none=True)
-    return counter.messages, True
-
-
-def _of_weights(model: nn.Module, config: ParallelismConfig, precision: str) -> dict[str, Messages]:
-    """Return the messages of FSDP2 and of the averages of gradients."""
-    computed_in = 4 if precision == "no" else 2
-    held_in = 2 if precision == "bf16-true" else 4
-    parts = {parameter: local_part(parameter).numel() for parameter in model.parameters()}
-    whole = sum(parts.values())
-    shards, replicas = config.sizes["dp_shard"], config.sizes["dp_replicate"]
-    messages: dict[str, Messages] = {}
-    blocks = list(repeated_blocks(model).values())
-    groups = len(blocks) + 1  # and what is in no block, which is gathered once and stays
-    if shards > 1:
-        in_blocks = sum(parts[parameter] for block in blocks for parameter in block.parameters())
-        gathered = Messages(groups + len(blocks), (whole + in_blocks) * computed_in)
-        messages["dp_shard"] = gathered + Messages(groups, whole * computed_in)
-    if replicas > 1:
-        if shards > 1:
-            messages["dp_replicate"] = Messages(groups, -(-whole // shards) * computed_in)
-        else:
-            size = whole * held_in
-            messages["dp_replicate"] = Messages(max(1, -(-size // _DDP_BUCKET)), size)
+def _between_stages(
+    index: int, part: ComputedPart, config: ParallelismConfig, micro_batches: int, shared: Mapping[str, Sequence[int]]
+) -> Messages:
+    """Return what a rank sends to other ranks of its pipeline: activations, gradients, and those of shared weights."""
+    messages = Messages()
+    for number, stage in part.stages.items():
+        is_last = number == config.sizes["pp"] * len(part.stages) - 1
+        messages += Messages(0 if is_last else micro_batches, micro_batches * stage.passed_on)
+        messages += Messages(micro_batches if number else 0, micro_batches * stage.received)
+    for name, holders in shared.items():
+        if index in holders:
+            weight = local_part(part.weights[name])
+            times = len(holders) - 1 if index == holders[0] else 1
+            messages += Messages(1, weight.numel() * weight.element_size()) * times
     return messages
+
+
+def _shared_weights(parts: Sequence[ComputedPart]) -> dict[str, list[int]]:
+    """Return the weights that several ranks of a pipeline hold, such as a tied embedding and head."""
+    holders: dict[str, list[int]] = {}
+    for index, part in enumerate(parts):
+        for name, weight in part.weights.items():
+            if weight.requires_grad:
+                holders.setdefault(name, []).append(index)
+    return {name: ranks for name, ranks in holders.items() if len(ranks) > 1}

@@ -1,9 +1,36 @@
-"""What `fit` does in a script that `trainer-lib check` started: check instead of training, and end the script."""
+"""What `fit` does in a script that `trainer-lib check` or `plan` started: answer instead of training, and end it."""
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Callable, Generator
+from typing import Any
 
 from trainer_lib.foundation import environment
+from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.trainer_interface import TrainerInterface
+
+# What an engine of one process without devices is made from, while a script is planned for a world that is not there.
+_LONE: dict[str, Any] = {
+    "use_cpu": True, "parallelism": None, "fsdp": None, "ddp": None, "fp8": None, "mixed_precision": "no",
+    "compile": False,
+}  # fmt: skip
+_handlers: list[Callable[[TrainerInterface], None]] = []
+
+
+@contextlib.contextmanager
+def fits_handed_to(handler: Callable[[TrainerInterface], None]) -> Generator[None]:
+    """Return the context in which `fit` hands its trainer to a function, and ends the script."""
+    _handlers.append(handler)
+    try:
+        yield
+    finally:
+        _handlers.remove(handler)
+
+
+def engine_arguments(args: TrainingArguments) -> TrainingArguments:
+    """Return the arguments that a trainer's engine is made from: those of one process, while a script is planned."""
+    return dataclasses.replace(args, **_LONE) if _handlers and args.deepspeed is None else args
 
 
 def answer(trainer: TrainerInterface) -> None:
@@ -12,6 +39,9 @@ def answer(trainer: TrainerInterface) -> None:
     Raises:
         SystemExit: After the check; what it found is in the report.
     """
+    if _handlers:
+        _handlers[-1](trainer)
+        raise SystemExit(0)
     file = environment.check_report_file()
     if file is None or trainer.parts.in_sandbox:
         return

@@ -1,0 +1,89 @@
+"""The options of `trainer-lib plan`."""
+
+import argparse
+import dataclasses
+
+from trainer_lib.commands.subcommands import add_option, make_parser
+from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
+from trainer_lib.launchers.setting import COUNT
+from trainer_lib.options.pipeline_options import LOOPED, SINGLE
+
+SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
+_SIZES_HELP = {
+    "dp_shard": "ranks that share the weights (FSDP2)",
+    "tp": "ranks that split each matrix",
+    "pp": "stages of layers",
+    "cp": "ranks that share sequences, and exchange keys and values",
+    "sp": "ranks that share sequences, and exchange attention heads",
+}
+_LEVERS = {
+    "gradient_checkpointing": "recompute activations in the backward",
+    "chunked_cross_entropy": "compute the loss for 512 tokens at a time",
+    "activation_offload": "keep activations in CPU memory until the backward",
+    "optimizer_in_backward": "update each weight in the backward, and drop its gradient",
+}
+
+
+def plan_command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    text = (
+        "Show the memory and the messages of each rank of a mesh, and suggest a mesh or a memory lever. A script runs "
+        "up to its first Trainer.fit(), with the weights of its models as shapes; its TrainingArguments count where "
+        "no option is given."
+    )
+    usage = "trainer-lib plan [options] MODEL | SCRIPT [-- options of the script]"
+    parser = make_parser("plan", text, usage=usage)
+    parser.add_argument(
+        "model", help="a script, a folder with a config.json, such a file, or a name on the Hugging Face Hub"
+    )
+    parser.add_argument("--world", type=_count, help="the number of ranks; of a script's mesh unless given")
+    for name, help_text in _SIZES_HELP.items():
+        add_option(parser, name, type=_count, help=f"{help_text} (default: 1)")
+    add_option(parser, "dp_replicate", type=_count, help="copies of the model (default: what is left of the world)")
+    add_option(parser, "memory", type=convert_file_size_to_int, help="memory of a device, such as 80GB: suggest a mesh")
+    precisions = ["no", "bf16", "bf16-true", "fp16"]
+    names = ("--mixed_precision", "--mixed-precision", "--precision")
+    parser.add_argument(*names, choices=precisions, help="default: bf16, or the script's")
+    add_option(parser, "batch_size", type=_count, help="samples of a micro-batch of a replica (default: 1)")
+    add_option(parser, "sequence_length", type=_count, help="tokens of a sample (default: 512, or the script's)")
+    names = ("--gradient_accumulation_steps", "--gradient-accumulation-steps", "--micro_batches", "--micro-batches")
+    parser.add_argument(*names, type=_count, help="micro-batches of an optimizer step (default: 1)")
+    add_option(parser, "schedule", choices=[*SINGLE, *LOOPED], help="of a pipeline (default: 1F1B)")
+    add_option(parser, "stages_per_rank", type=_count, help="stages of a pipeline that each rank holds")
+    add_option(
+        parser, "cp_comm_strategy", choices=["allgather", "ring"], help="how cp exchanges keys (default: allgather)"
+    )
+    add_option(parser, "optimizer", help="as in TrainingArguments: adamw, sgd, adamw_8bit, muon … (default: adamw)")
+    add_option(parser, "cpu_offload", action="store_true", help="FSDP2 keeps shards in CPU memory")
+    from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for name, help_text in _LEVERS.items():
+        if name in known:
+            add_option(parser, name, action="store_true", help=help_text)
+    add_option(parser, "gradient_checkpointing_every", type=_count, help="recompute those of every n-th block only")
+    if "gradient_checkpointing_policy" in known:
+        add_option(parser, "gradient_checkpointing_policy", help="as in TrainingArguments")
+    add_option(parser, "with_weights", action="store_true", help="let a script's models have real weights")
+    add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")
+    add_option(parser, "trust_remote_code", action="store_true", help="let code of the model on the Hub run")
+    return parser
+
+
+def changed_arguments(args: argparse.Namespace) -> dict[str, object]:
+    """Return the training arguments that options give."""
+    flags = (*_LEVERS, "gradient_checkpointing_every", "optimizer")
+    values = ("gradient_checkpointing_policy", "mixed_precision", "gradient_accumulation_steps")
+    given = {name: value for name in flags if (value := getattr(args, name, None))}
+    given |= {name: value for name in values if (value := getattr(args, name, None)) is not None}
+    if args.optimizer is not None:
+        given["optimizer_kwargs"] = {}  # those of another one
+    if args.batch_size is not None:
+        given["per_device_train_batch_size"] = args.batch_size
+    if args.gradient_accumulation_steps is not None:
+        given["global_batch_size"] = None
+    return given
+
+
+def _count(text: str) -> int:
+    return COUNT.check("The value", text)
