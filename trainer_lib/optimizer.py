@@ -32,6 +32,10 @@ class AcceleratedOptimizer(Optimizer):
         window: The accumulation window.
     """
 
+    # Whether parameters are updated while the backward runs.
+    updates_in_backward = False
+    has_updated = False
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -154,6 +158,12 @@ class AcceleratedOptimizer(Optimizer):
             self.precision.discard(self.optimizer)
         self._finish_round()
         self._drop_gradients()
+
+    def attach(self) -> None:
+        """Follow the parameters that train now, after a model was prepared: nothing to do."""
+
+    def detach(self) -> None:
+        """Follow the parameters no longer: nothing to do."""
 
     def finalize_gradients(self) -> None:
         """Unscale the gradients and divide them by the weight of the window, once an update."""

@@ -47,20 +47,18 @@ def _effects(folder: Path) -> dict[str, Any]:
     if accelerator.process_index:
         with torch.no_grad():
             network.first.weight.fill_(1.0)
-    network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_lib.modules.activation_offload._SMALLEST", 0)
+        network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.1))
     own = accelerator.get_state_dict(network) if accelerator.is_fsdp2 else {}
     started_equal = bool(own) and torch.equal(own["first.weight"][5:], stack().get_parameter("first.weight")[5:])
     forwards, moved, prefetched = [0], [0], {"forward": 0, "backward": 0}
     network.blocks[1].inner.register_forward_hook(lambda *call: forwards.__setitem__(0, forwards[0] + 1))
 
-    class Counting(torch.autograd.graph.saved_tensors_hooks):
-        def __init__(self, pin_memory: bool) -> None:
-            def pack(tensor: torch.Tensor) -> torch.Tensor:
-                moved[0] += 1
-                return tensor
-
-            del pin_memory
-            super().__init__(pack, lambda tensor: tensor)
+    def counted(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        del self
+        moved[0] += 1
+        return tensor
 
     kept_whole: list[str] = []
     inputs, targets, _ = toy.data()
@@ -70,7 +68,7 @@ def _effects(folder: Path) -> dict[str, Any]:
             if last:
                 patches.push(_prefetches(prefetched).__exit__)
                 patch = patches.enter_context(pytest.MonkeyPatch.context())
-                patch.setattr(torch.autograd.graph, "save_on_cpu", Counting)
+                patch.setattr("trainer_lib.modules.activation_offload.HostMemory.to_host", counted)
                 forwards[0] = 0
             loss = toy.losses(network, inputs[:8], targets[:8]).mean()
             kept_whole = [name for name, p in network.named_parameters() if not hasattr(p, "placements")]

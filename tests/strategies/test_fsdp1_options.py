@@ -224,17 +224,18 @@ def test_hybrid_strategies_shard_within_machines(name: str) -> None:
 
 
 def _on_cpu(**plugin: Any) -> int:
-    """Return how many tensors are handed to the CPU until the backward."""
-    accelerator, network, optimizer = _prepared(activation_checkpointing=True, **plugin)
+    """Return how many tensors are handed to host memory until the backward."""
     moved: list[torch.Size] = []
 
-    class Counting(torch.autograd.graph.saved_tensors_hooks):
-        def __init__(self, pin_memory: bool) -> None:
-            del pin_memory
-            super().__init__(lambda tensor: moved.append(tensor.shape) or tensor, lambda tensor: tensor)
+    def counted(self: Any, tensor: Any) -> Any:
+        del self
+        moved.append(tensor.shape)
+        return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.autograd.graph, "save_on_cpu", Counting)
+        patch.setattr("trainer_lib.modules.activation_offload._SMALLEST", 0)
+        patch.setattr("trainer_lib.modules.activation_offload.HostMemory.to_host", counted)
+        accelerator, network, optimizer = _prepared(activation_checkpointing=True, **plugin)
         _step(accelerator, network, optimizer)
     return len(moved)
 

@@ -11,6 +11,7 @@ import torch
 from tests.accelerator import toy
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
+from trainer_lib.modules.activation_offload import ActivationOffload
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,17 +107,17 @@ def test_a_language_model_on_meta_starts_as_its_authors_say() -> None:
 
 
 def _layers_on_the_cpu(offload: bool) -> tuple[int, list[float]]:
-    """Return how often a layer hands its inputs to the CPU, and the losses."""
+    """Return how often a layer hands its inputs to host memory, and the losses."""
     plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, activation_checkpointing_offload=offload)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    original, entered = torch.autograd.graph.save_on_cpu, [0]
+    original, entered = ActivationOffload.run, [0]
 
-    def counted(pin_memory: bool) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         entered[0] += 1
-        return original(pin_memory)
+        return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.autograd.graph, "save_on_cpu", counted)
+        patch.setattr(ActivationOffload, "run", counted)
         values, _ = _train(accelerator, _llama())
     return entered[0], values
 

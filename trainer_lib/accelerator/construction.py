@@ -233,6 +233,11 @@ def check_memory(options: MemoryKwargs, state: AcceleratorState) -> None:
             "MemoryKwargs(gradient_checkpointing=True) and activation_checkpointing=True of the FSDP plugin set the "
             "same thing. Give one of them."
         )
+    if options.optimizer_in_backward and state.megatron_lm_plugin is not None:
+        raise ConfigurationError(
+            "optimizer_in_backward=True does not work with megatron_lm_plugin, whose optimizer sees all gradients. "
+            "Give the options of this library instead."
+        )
     if options.activation_offload and compilation.is_active and compilation.fullgraph:
         raise ConfigurationError(
             "activation_offload=True does not work with fullgraph=True: what is moved to host memory ends a graph. "

@@ -1,6 +1,7 @@
 """The `Accelerator`'s methods that prepare models, optimizers, schedules and loaders."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -14,6 +15,7 @@ from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_window
 from trainer_lib.accelerator.megatron_lm.loaders import of_windows, with_datasets
 from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
 from trainer_lib.accelerator.megatron_lm.schedule import schedule_of
+from trainer_lib.accelerator.optimizer_in_backward import OptimizerInBackward
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
@@ -161,6 +163,7 @@ class PrepareMethods(CollectiveMethods):
         model = self.strategy.distribute(model, evaluation_mode)
         for optimizer in self.prepared.optimizers:
             self.strategy.rebind_parameters(optimizer.optimizer)
+            optimizer.attach()
         # Compile the user's model inside DDP: torch splits its graph at DDP's buckets there too, and DDP's own
         # Python, which does not compile, stays out of the graph.
         compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
@@ -178,7 +181,9 @@ class PrepareMethods(CollectiveMethods):
         kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
         if self.state.megatron_lm_plugin is not None:
             step_as_megatron_lm(optimizer, self.state.megatron_lm_plugin, self.strategy, self.window)
-        prepared = kind(optimizer, place, precision=self.precision, window=self.window)
+        if self.memory_options.optimizer_in_backward:
+            kind = partial(OptimizerInBackward, strategy=self.strategy)
+        prepared: AcceleratedOptimizer = kind(optimizer, place, precision=self.precision, window=self.window)
         self.prepared.optimizers.append(prepared)
         return prepared
 

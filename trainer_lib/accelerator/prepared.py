@@ -34,6 +34,8 @@ class Prepared:
 
     def clear(self) -> None:
         """Forget all objects."""
+        for optimizer in self.optimizers:
+            optimizer.detach()
         for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom_objects):
             objects.clear()
 

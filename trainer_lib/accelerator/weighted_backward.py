@@ -60,6 +60,8 @@ class WeightedBackward:
         if reduces:
             extra = () if window.message is None else window.message.to_floats()
             self._strategy.send_with_gradients([share.local, *extra])
+            if optimizers[0].updates_in_backward:  # which needs the weight of all ranks
+                self._receive(share)
         window.begin_backward()
         try:
             self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
@@ -68,8 +70,8 @@ class WeightedBackward:
             share.local = before
             self._strategy.send_with_gradients([])
             raise
-        if reduces:
-            share.total, *means = self._strategy.received_averages()
+        if reduces and not optimizers[0].updates_in_backward:
+            share.total, *means = self._strategy.received_averages()  # inlined `_receive`, for speed
             if window.message is not None:
                 window.message.receive(means)
 
@@ -88,10 +90,13 @@ class WeightedBackward:
         if window.state.sync_gradients and not window.is_local:
             values: list[Any] = [share.local] if window.message is None else [share.local, *window.message.to_floats()]
             self._strategy.send_with_gradients(values)
-            share.total, *means = self._strategy.received_averages()
-            if window.message is not None:
-                window.message.receive(means)
+            self._receive(share)
         return losses
+
+    def _receive(self, share: Share) -> None:
+        share.total, *means = self._strategy.received_averages()
+        if self._window.message is not None:
+            self._window.message.receive(means)
 
     def _opened_share(self, optimizers: tuple[AcceleratedOptimizer, ...], is_named: bool) -> Share:
         prepared = self._prepared.optimizers

@@ -134,6 +134,47 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
     return _root(powers[()], norm_type).to(torch.float64 if is_double else torch.float32)
 
 
+class NormOfParts:
+    """The norm over gradients of which each is gone before the next one is there.
+
+    Args:
+        device: The device of the result.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._norms: dict[Any, list[Tensor]] = {}  # by mesh and placements
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> Tensor:
+        """Count a gradient, and return the norm of its values on this rank."""
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+        values = local_values([gradient])
+        norm = _norms(values, 2.0, gradient.device, None)[0]
+        if norm.is_cpu and not math.isfinite(norm.item()):
+            norm = _norms(values, 2.0, gradient.device, torch.float64)[0]  # squares of large values do not overflow
+        ((layout, _),) = _by_layout([gradient]).items()
+        self._norms.setdefault(layout, []).append(norm)
+        return norm
+
+    @torch.no_grad()
+    def total(self) -> Tensor:
+        """Return the norm over all of them, equal on all ranks that hold parts of them."""
+        norms = [torch.stack(norms).to(self._device) for norms in self._norms.values()]
+        parts = [
+            norm if layout is None else _over_shards(norm, 2.0, *layout)
+            for layout, norm in zip(self._norms, norms, strict=True)
+        ]
+        if not parts:
+            return torch.zeros((), device=self._device)
+        return torch.linalg.vector_norm(torch.cat(parts)).float()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._norms.clear()
+
+
 def _coefficient(max_norm: float, norm: Tensor) -> Tensor:
     """Return `min(max_norm / (norm + 1e-6), 1)`, bit for bit as `clip_grad_norm_` computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -29,6 +29,9 @@ class SingleDevice(Strategy):
         del model
         return NO_CONTEXT
 
+    def why_gradients_are_late(self) -> None:
+        """Return `None`: there is nothing to reduce."""
+
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
         """Keep the values: one rank's averages are its own values."""
         self._averages = values

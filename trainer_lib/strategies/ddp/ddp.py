@@ -86,6 +86,13 @@ class DDP(Strategy):
             )
         return _reducing(model)
 
+    def why_gradients_are_late(self) -> str:
+        """Return that DDP reduces buckets, which stay in memory."""
+        return (
+            "DDP reduces gradients in buckets that stay in memory, so nothing would be freed. Shard the model instead "
+            "(fsdp=True, or an fsdp_plugin), or leave optimizer_in_backward out."
+        )
+
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
         """Append `values` to the first bucket of the next `backward`."""
         # Hooks are registered only now: a loop without weighted losses keeps DDP's own reduction, without Python.

@@ -120,6 +120,17 @@ class FSDP(Strategy):
         """Whether unreduced gradients are stored with the gathered weights, not with the shards."""
         return any(model.withholds_gradients for model in self._models)
 
+    def why_gradients_are_late(self) -> str | None:
+        """Return which weights have gradients that are averaged after the backward, because they are not sharded."""
+        names = [name for model in self._models for name in model.averaged_later]
+        if not names:
+            return None
+        more = ", …" if len(names) > 3 else ""
+        return (
+            f"the gradients of weights that are not sharded are averaged after it: {', '.join(names[:3])}{more}. Shard "
+            "all weights over all ranks (dp_shard_size), or leave optimizer_in_backward out."
+        )
+
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:
         """Start an all-reduce of `values` now, so that it overlaps with `backward`."""
         self._flight.begin(values)

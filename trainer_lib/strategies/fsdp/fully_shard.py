@@ -105,6 +105,8 @@ class ShardedModel:
         self.whole = {name: p for name, p in named.items() if not hasattr(p, "_local_tensor")}
         replicated = self.whole if splitting.shards else named
         self.replicas = ReplicatedParameters(replicated.values(), splitting.replicas)
+        is_averaged = splitting.replicas.size > 1
+        self.averaged_later = [name for name, p in replicated.items() if is_averaged and p.requires_grad]
 
     def take_replacements(self) -> dict[Tensor, nn.Parameter]:
         """Return the new parameter of each replaced one, and release the old ones, which are large. Call it once."""

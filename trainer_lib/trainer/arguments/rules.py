@@ -269,6 +269,46 @@ def _checkpointed_blocks(
 
 
 @_rule
+def _optimizer_in_backward(
+    optimizer_in_backward: bool,
+    max_grad_norm: float | None,
+    gradient_accumulation_steps: int | None,
+    per_device_train_batch_size: int | str,
+    mixed_precision: str | None,
+    on_nonfinite: str,
+    loss_spike: float | None,
+    ddp: Any,
+    deepspeed: Any,
+) -> None:
+    if not optimizer_in_backward:
+        return
+    steps, is_split = gradient_accumulation_steps or 1, per_device_train_batch_size == checks.AUTO
+    for setting, reason, remedy in (
+        (
+            max_grad_norm is not None and f"max_grad_norm={max_grad_norm}",
+            "clipping needs the norm of all gradients before the first update",
+            "max_grad_norm=None",
+        ),
+        (steps > 1 and f"gradient_accumulation_steps={steps}", "no gradients stay to add to", "1, with larger batches"),
+        (is_split and 'per_device_train_batch_size="auto"', "parts of a batch add up gradients", "a number"),
+        (mixed_precision == "fp16" and "mixed_precision='fp16'", "its scaler waits for all gradients", "'bf16'"),
+        (
+            on_nonfinite != "raise" and f'on_nonfinite="{on_nonfinite}"',
+            "NaN is found when other weights are updated already",
+            'on_nonfinite="raise"',
+        ),
+        (loss_spike is not None and f"loss_spike={loss_spike}", "a spike is found after the update", "loss_spike=None"),
+        (ddp and "ddp", "DDP keeps gradients in its buckets", "fsdp=True instead"),
+        (deepspeed and "deepspeed", "DeepSpeed steps by itself", "fsdp=True instead"),
+    ):
+        if setting:
+            raise ConfigurationError(
+                f"optimizer_in_backward=True does not work with {setting}: {reason}. Give {remedy}, or leave "
+                "optimizer_in_backward out."
+            )
+
+
+@_rule
 def _deepspeed(deepspeed: Any, fsdp: Any, ddp: Any, parallelism: Any) -> None:
     if deepspeed is None:
         return

@@ -266,6 +266,12 @@ class TrainingArguments(ArgumentsBase):
         "Keep the activations of blocks in host memory until the backward; with `gradient_checkpointing`, what they "
         "are computed from again.",
     )
+    optimizer_in_backward: bool = setting(
+        DEVICES,
+        False,
+        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient; without "
+        "accumulation and clipping, on one device or with FSDP2.",
+    )
     chunked_cross_entropy: bool = setting(
         DEVICES,
         False,

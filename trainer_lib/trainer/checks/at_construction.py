@@ -256,6 +256,13 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
         raise ConfigurationError(
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
+    in_backward = accelerator.memory_options.optimizer_in_backward
+    if in_backward != args.optimizer_in_backward:
+        raise ConfigurationError(
+            f"optimizer_in_backward={args.optimizer_in_backward} contradicts the accelerator, which was made with "
+            f"{in_backward}. Give TrainingArguments(optimizer_in_backward={in_backward}), or make the accelerator with "
+            f"kwargs_handlers=[MemoryKwargs(optimizer_in_backward={args.optimizer_in_backward})]."
+        )
     settings = {
         "mixed_precision": accelerator.mixed_precision,
         "use_cpu": accelerator.device.type == "cpu",

@@ -20,6 +20,7 @@ from trainer_lib.modules.activation_checkpointing import save_activation_memory
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.dispatched_models import dispatch
@@ -50,6 +51,8 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     if args.parallelism is not None:
         options["parallelism_config"] = args.parallelism
     options["kwargs_handlers"] = [handler for handler in (args.ddp, args.fp8) if handler is not None]
+    if args.optimizer_in_backward:
+        options["kwargs_handlers"].append(MemoryKwargs(optimizer_in_backward=True))
     made = Accelerator(
         mixed_precision=precision,
         cpu=args.use_cpu,

@@ -26,7 +26,8 @@ class GradientCheck:
         Raises:
             ConfigurationError: If no parameter has a gradient, or one has none where the ranks wait for all of them.
         """
-        has_stepped = any(optimizer.has_stepped for optimizer in self._run.optimizers.values())
+        optimizers = self._run.optimizers.values()
+        has_stepped = any(optimizer.has_stepped or optimizer.has_updated for optimizer in optimizers)
         accelerator = self._run.accelerator
         if not has_stepped and accelerator.strategy.withholds_gradients():
             accelerator.unscale_gradients()  # which puts them where they are looked for

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.accelerator.optimizer_in_backward import norm_in_backward
 from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.fit.context import FitContext
@@ -50,6 +51,7 @@ class NonFiniteGuard:
         self.watches_spikes = self._factor is not None
         self.is_scaled = accelerator.precision.scaler is not None
         self._max_norm = args.max_grad_norm
+        self._in_backward = [each for each in run.optimizers.values() if each.updates_in_backward]
         is_on_host = accelerator.device.type == "cpu"
         self.reads_losses = is_on_host or self.policy != "raise" or self.watches_spikes
         # Fused optimizers skip an update on their device; it is reported later, so that nothing waits for the norm.
@@ -91,6 +93,8 @@ class NonFiniteGuard:
 
     def passes(self) -> bool:
         """Clip gradients, and return whether the update may be made; the same on all ranks."""
+        if self._in_backward:
+            return self._were_finite()
         run, strategy = self._run, self._run.accelerator.strategy
         run.accelerator.unscale_gradients()
         parameters = self._trained()
@@ -135,6 +139,17 @@ class NonFiniteGuard:
         if not math.isfinite(value):
             value = strategy.grad_norm(parameters, 2.0, in_double=True).item()
         return self._is_finite(value)
+
+    def _were_finite(self) -> bool:
+        """Raise if gradients were not finite; parameters with finite ones are updated already."""
+        norm = self._run.grad_norm = norm_in_backward(self._in_backward)
+        value = norm.item()
+        if math.isfinite(value):
+            return True
+        raise NonFiniteError(
+            f"{self._report.find(value)} With optimizer_in_backward=True the other weights are updated already: resume "
+            "from the last checkpoint, or leave optimizer_in_backward out, so that no weight changes."
+        )
 
     def _trained(self) -> list[Tensor]:
         if not self._parameters:

@@ -15,7 +15,8 @@ _LOG = "log"
 # Arguments that all trials share, and why.
 _OF_ALL = {
     **dict.fromkeys(
-        ("mixed_precision", "fp8", "compile", "fsdp", "parallelism", "ddp", "use_cpu"), "sets up the accelerator"
+        ("mixed_precision", "fp8", "compile", "fsdp", "parallelism", "ddp", "use_cpu", "optimizer_in_backward"),
+        "sets up the accelerator",
     ),
     **dict.fromkeys(
         (

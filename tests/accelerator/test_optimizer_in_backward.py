@@ -1,0 +1,202 @@
+"""Parameters that are updated in the backward: the numbers of an ordinary step, and no gradients that stay."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.strategies.sharded import stack
+from tests.worlds import run_world
+from trainer_lib import (
+    Accelerator,
+    ConfigurationError,
+    FullyShardedDataParallelPlugin,
+    MemoryKwargs,
+    StateError,
+    UnsupportedError,
+)
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def _network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.01}]
+
+
+def _prepared(in_backward: bool, name: str = "adamw", **options: Any) -> tuple[Accelerator, Any, Any]:
+    handlers = [MemoryKwargs(optimizer_in_backward=in_backward)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **options)
+    model = _network()
+    return accelerator, *accelerator.prepare(model, OPTIMIZERS[name](_groups(model)))
+
+
+def _step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int, weighted: bool = False) -> float:
+    generator = torch.Generator().manual_seed(seed * 10 + accelerator.process_index)
+    losses = model(torch.randn(4, 6, generator=generator)).square().sum(dim=1)
+    if weighted:  # weights that differ from the nominal one, and between ranks and steps
+        accelerator.backward(losses[: 1 + seed + accelerator.process_index].sum(), weight=1 + seed)
+    else:
+        accelerator.backward(losses.mean())
+    kept = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(losses.detach().sum()) + 1000 * len(kept)
+
+
+def _weights(model: Any) -> list[Tensor]:
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def _trained(in_backward: bool, name: str, weighted: bool, **options: Any) -> tuple[list[Tensor], list[float]]:
+    accelerator, model, optimizer = _prepared(in_backward, name, **options)
+    losses = [_step(accelerator, model, optimizer, seed, weighted) for seed in range(3)]
+    weights = _weights(model)
+    accelerator.free_memory()
+    return weights, losses
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_are_those_of_an_ordinary_step(name: str, weighted: bool) -> None:
+    weights, losses = _trained(True, name, weighted)
+    expected, with_gradients = _trained(False, name, weighted)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert [loss + 6000 for loss in losses] == pytest.approx(with_gradients), "no gradient stays"
+
+
+def test_shards_are_those_of_an_ordinary_step() -> None:
+    def body() -> bool:
+        equal: list[bool] = []
+        for weighted in (False, True):
+            results = [
+                _trained(is_on, "adamw", weighted, fsdp_plugin=FullyShardedDataParallelPlugin())[0]
+                for is_on in (True, False)
+            ]
+            equal += [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+        return all(equal) and len(equal) > 6
+
+    assert run_world(body, (), 2, timeout=120) == [True, True]
+
+
+def test_gradients_that_are_averaged_later_are_refused() -> None:
+    def body() -> list[str]:
+        handlers = [MemoryKwargs(optimizer_in_backward=True)]
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, fsdp_plugin=FullyShardedDataParallelPlugin())
+        model = accelerator.prepare(stack())  # has a scalar, which FSDP2 does not shard
+        with pytest.raises(UnsupportedError) as whole:
+            accelerator.prepare(OPTIMIZERS["sgd"](_groups(model)))
+        accelerator.free_memory()
+        with pytest.raises(UnsupportedError) as replicated:
+            _prepared(True)
+        return [str(replicated.value), str(whole.value)]
+
+    for ddp, whole in run_world(body, (), 2, timeout=60):
+        assert "DDP reduces gradients in buckets that stay in memory" in ddp
+        assert "fsdp=True" in ddp
+        assert "weights that are not sharded are averaged after it: scale. Shard all weights" in whole
+
+
+def test_checkpoints_are_those_of_the_ordinary_optimizer(tmp_path: Path) -> None:
+    accelerator, model, optimizer = _prepared(True)
+    for seed in range(2):
+        _step(accelerator, model, optimizer, seed)
+    accelerator.save_state(tmp_path / "state")
+    for seed in range(2, 4):
+        _step(accelerator, model, optimizer, seed)
+    uninterrupted = _weights(model)
+    accelerator.free_memory()
+    for in_backward in (False, True):
+        accelerator, model, optimizer = _prepared(in_backward)
+        accelerator.load_state(tmp_path / "state")
+        for seed in range(2, 4):
+            _step(accelerator, model, optimizer, seed)
+        torch.testing.assert_close(_weights(model), uninterrupted, rtol=0, atol=0)
+        accelerator.free_memory()
+
+
+def test_schedules_and_hooks_run_once_an_update() -> None:
+    accelerator, model, optimizer = _prepared(True)
+    steps: list[int] = []
+    optimizer.optimizer.register_step_post_hook(lambda *call: steps.append(len(steps)))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+    for seed in range(2):
+        _step(accelerator, model, optimizer, seed)
+        scheduler.step()
+    assert steps == [0, 1]
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.001)
+
+
+def test_what_needs_gradients_is_refused() -> None:
+    accelerator, model, optimizer = _prepared(True)
+    accelerator.backward(model(torch.ones(2, 6)).sum())
+    for use in (
+        lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        accelerator.unscale_gradients,
+    ):
+        with pytest.raises(UnsupportedError, match="frees each gradient in the backward"):
+            use()
+    with pytest.raises(StateError, match="got a second gradient in one update"):
+        accelerator.backward(model(torch.ones(2, 6)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(2, 6)).sum())
+    accelerator.gradient_accumulation_steps = 2
+    with accelerator.accumulate(), pytest.raises(ConfigurationError, match=r"gradient_accumulation_steps=2\)"):
+        accelerator.backward(model(torch.ones(2, 6)).sum())
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
+    accelerator, model, optimizer = _prepared(True)
+    before = _weights(model)
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+    accelerator.backward(model(torch.ones(2, 6)).sum())
+    after = _weights(model)
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[2], after[2])
+    assert not torch.isfinite(optimizer.gradient_norm())
+
+
+class _Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "message"),
+    [
+        (torch.optim.LBFGS, {}, "does not work with LBFGS, which needs all gradients at once"),
+        (torch.optim.SGD, {"mixed_precision": "fp16"}, "does not work with mixed_precision='fp16'"),
+        (_Counting, {}, "does not work with _Counting, which changes count of a whole parameter group"),
+    ],
+)
+def test_optimizers_that_need_all_gradients_are_refused(made: Any, options: Any, message: str) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[MemoryKwargs(optimizer_in_backward=True)], **options)
+    model = _network()
+
+    def train() -> None:
+        prepared, _ = accelerator.prepare(model, made(model.parameters()))
+        accelerator.backward(prepared(torch.ones(2, 6)).sum())
+
+    with pytest.raises(UnsupportedError, match=message):
+        train()
+
+
+def test_hooks_leave_with_the_accelerator() -> None:
+    accelerator, model, _ = _prepared(True)
+    accelerator.free_memory()
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,95 @@
+"""`optimizer_in_backward` in a Trainer: the same run, with the norm in its log, and errors for what needs gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trainer.tasks import arguments, network, trainer
+from tests.worlds import run_world
+from trainer_lib import Accelerator, ConfigurationError, NonFiniteError, UnsupportedError
+from trainer_lib.callbacks import GradientNorms
+
+
+def _run(in_backward: bool, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    model = network()
+    given = arguments(log_every=1, max_grad_norm=None, optimizer_in_backward=in_backward, **options)
+    made = trainer(given, model=model)
+    history = made.fit().history
+    state = made.accelerator.strategy.model_state(made.run.model)
+    weights = {name: value.clone() for name, value in state.items()}
+    made.accelerator.free_memory()
+    return weights, [{name: entry[name] for name in ("loss", "grad_norm")} for entry in history if "loss" in entry]
+
+
+def test_a_run_is_the_same() -> None:
+    weights, history = _run(True)
+    expected, ordinary = _run(False)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert history
+    for entry, other in zip(history, ordinary, strict=True):
+        assert entry == pytest.approx(other, rel=1e-6)
+
+
+def test_a_sharded_run_is_the_same() -> None:
+    def body() -> bool:
+        (weights, history), (expected, ordinary) = _run(True, fsdp=True), _run(False, fsdp=True)
+        norms = [pytest.approx(entry, rel=1e-6) for entry in ordinary] == history
+        return norms and all(torch.equal(weights[name], expected[name]) for name in expected)
+
+    assert run_world(body, (), 2, timeout=120) == [True, True]
+
+
+def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    def weights(in_backward: bool, **options: Any) -> Any:
+        model = network()
+        given = arguments(max_grad_norm=None, optimizer_in_backward=in_backward, save_every=1, **options)
+        trainer(given, model=model).fit()
+        return model.state_dict()
+
+    whole = weights(True, output_dir=tmp_path / "whole", max_steps=4)
+    weights(True, output_dir=tmp_path / "parts", max_steps=2, schedule_steps=4)
+    resumed = weights(True, output_dir=tmp_path / "parts", max_steps=4, resume="extend")
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def test_gradients_that_are_not_finite_end_the_run() -> None:
+    model = network()
+    first: Any = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    before = first.weight.detach().clone()
+    first.weight.register_hook(lambda gradient: gradient * float("nan"))
+    made = trainer(arguments(max_grad_norm=None, optimizer_in_backward=True), model=model)
+    with pytest.raises(NonFiniteError, match="the other weights are updated already") as caught:
+        made.fit()
+    assert "weight" in str(caught.value)
+    torch.testing.assert_close(first.weight.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm=1.0: clipping needs the norm .* Give max_grad_norm=None"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2: no gradients stay"),
+        ({"per_device_train_batch_size": "auto"}, 'per_device_train_batch_size="auto": parts'),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16': its scaler"),
+        ({"on_nonfinite": "skip"}, 'on_nonfinite="skip": NaN'),
+        ({"loss_spike": 3.0}, "loss_spike=3.0: a spike"),
+    ],
+)
+def test_arguments_that_need_gradients_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"optimizer_in_backward=True does not work with {message}"):
+        arguments(**{"max_grad_norm": None, "optimizer_in_backward": True, **options})
+
+
+def test_callbacks_that_need_gradients_are_refused() -> None:
+    given = arguments(max_grad_norm=None, optimizer_in_backward=True)
+    with pytest.raises(UnsupportedError, match="callbacks that need gradients"):
+        trainer(given, callbacks=[GradientNorms()]).fit()
+
+
+def test_an_accelerator_that_was_made_otherwise_is_refused() -> None:
+    given = arguments(max_grad_norm=None, optimizer_in_backward=True)
+    with pytest.raises(ConfigurationError, match="optimizer_in_backward=True contradicts the accelerator"):
+        trainer(given, accelerator=Accelerator(cpu=True))
