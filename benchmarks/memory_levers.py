@@ -39,15 +39,14 @@ LEVERS: dict[str, dict[str, Any]] = {
     "`activation_offload=True`": {"activation_offload": True},
     "`gradient_checkpointing=True`, `activation_offload=True`": {**CHECKPOINTS, "activation_offload": True},
     "`optimizer_in_backward=True`": {"optimizer_in_backward": True},
-    "`gradient_checkpointing=True`, `optimizer_in_backward=True`": {**CHECKPOINTS, "optimizer_in_backward": True},
-    '`optimizer="sgd"` (no states: what states of 8 bits come near to)': {"optimizer": "sgd"},
-    '`mixed_precision="bf16-true"`': {"mixed_precision": "bf16-true"},
-    "`chunked_cross_entropy`, `gradient_checkpointing`, `activation_offload`, `optimizer_in_backward`": {
+    "`chunked_cross_entropy=True`, `gradient_checkpointing=True`": {**CHECKPOINTS, "chunked_cross_entropy": True},
+    "these two, and `optimizer_in_backward=True`": {
         **CHECKPOINTS,
         "chunked_cross_entropy": True,
-        "activation_offload": True,
         "optimizer_in_backward": True,
     },
+    '`optimizer="sgd"` (no states: what states of 8 bits come near to)': {"optimizer": "sgd"},
+    '`mixed_precision="bf16-true"`': {"mixed_precision": "bf16-true"},
 }
 
 

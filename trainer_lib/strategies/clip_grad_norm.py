@@ -126,12 +126,8 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
         _add(powers, () if layout is None else _groups_of_shards(*layout), _powers(norms, norm_type))
     if not powers:
         return torch.zeros((), device=device)
-    while groups := max(powers, key=len):  # one message a group, however many layouts there are
-        reduced = _summed(powers.pop(groups), norm_type)
-        _all_reduce(reduced, norm_type, groups[-1])
-        _add(powers, groups[:-1], reduced)
     is_double = any(gradient.dtype is torch.float64 for gradient in gradients)
-    return _root(powers[()], norm_type).to(torch.float64 if is_double else torch.float32)
+    return _over_ranks(powers, norm_type).to(torch.float64 if is_double else torch.float32)
 
 
 class NormOfParts:
@@ -161,14 +157,11 @@ class NormOfParts:
     @torch.no_grad()
     def total(self) -> Tensor:
         """Return the norm over all of them, equal on all ranks that hold parts of them."""
-        norms = [torch.stack(norms).to(self._device) for norms in self._norms.values()]
-        parts = [
-            norm if layout is None else _over_shards(norm, 2.0, *layout)
-            for layout, norm in zip(self._norms, norms, strict=True)
-        ]
-        if not parts:
-            return torch.zeros((), device=self._device)
-        return torch.linalg.vector_norm(torch.cat(parts)).float()
+        powers: dict[tuple[Any, ...], Tensor] = {}
+        for layout, norms in self._norms.items():
+            groups = () if layout is None else _groups_of_shards(*layout)
+            _add(powers, groups, _powers(torch.stack(norms).to(self._device), 2.0))
+        return _over_ranks(powers, 2.0).float() if powers else torch.zeros((), device=self._device)
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -231,6 +224,15 @@ def _groups_of_shards(mesh: Any, placements: Sequence[Any]) -> tuple[Any, ...]:
                 f"Gradient norms support the placements Shard and Replicate (got {placement}). Shard with FSDP2."
             )
     return tuple(mesh.get_group(d) for d, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _over_ranks(powers: dict[tuple[Any, ...], Tensor], norm_type: float) -> Tensor:
+    """Return the total norm of powers by the groups over which they have to be reduced."""
+    while groups := max(powers, key=len):  # one message a group, however many layouts there are
+        reduced = _summed(powers.pop(groups), norm_type)
+        _all_reduce(reduced, norm_type, groups[-1])
+        _add(powers, groups[:-1], reduced)
+    return _root(powers[()], norm_type)
 
 
 def _add(powers: dict[tuple[Any, ...], Tensor], groups: tuple[Any, ...], values: Tensor) -> None:
