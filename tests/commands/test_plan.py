@@ -86,6 +86,7 @@ def rows(text: str, columns: int) -> list[list[str]]:
     return [row for row in found if len(row) == columns]
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_are_planned_in_one_process(folder: str, plan: Plan) -> None:
     began = time.process_time()
     text = plan(folder, "--world", "1024", "--tp", "4", "--dp-shard", "64", "--memory", "80GB")
@@ -96,6 +97,7 @@ def test_a_thousand_ranks_are_planned_in_one_process(folder: str, plan: Plan) ->
     assert "This mesh fits with" not in text, "it fits already"
 
 
+@pytest.mark.slow
 def test_a_mesh_and_a_lever_are_suggested_that_fit(folder: str, plan: Plan) -> None:
     def suggested(memory: str, *options: str) -> list[str]:
         return plan(folder, "--world", "8", "--memory", memory, *options).splitlines()[-2:]
@@ -111,6 +113,7 @@ def test_a_mesh_and_a_lever_are_suggested_that_fit(folder: str, plan: Plan) -> N
     assert all(kind in mesh for kind in ("dp_shard × tp ", "pp × dp_shard ", "dp_shard × cp "))
 
 
+@pytest.mark.slow
 def test_messages_are_those_of_the_weights_and_of_each_layer() -> None:
     def messages(**sizes: Any) -> dict[str, tuple[int, int]]:
         (rank,) = ranks_of(sizes)
@@ -143,6 +146,7 @@ def test_the_stages_of_a_pipeline_send_each_micro_batch() -> None:
     assert (first.memory.activations or 0) > 1.3 * (last.memory.activations or 0), "two micro-batches are in flight"
 
 
+@pytest.mark.slow
 def test_levers_keep_less() -> None:
     def memory(**options: Any) -> RankMemory:
         return ranks_of({}, **options)[0].memory
