@@ -10,7 +10,13 @@ from torch import nn
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.block_split import find_blocks, split_evenly
 from trainer_lib.options.base import check_count
-from trainer_lib.options.pipeline_options import check_micro_batches, check_schedule, schedule_name, stages_of_rank
+from trainer_lib.options.pipeline_options import (
+    V_SHAPED,
+    check_micro_batches,
+    check_schedule,
+    schedule_name,
+    stages_of_rank,
+)
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.pipeline.stages import Stage, cut
 from trainer_lib.pipeline.state import load_named_optimizer_state, merge_over_stages, named_optimizer_state
@@ -56,6 +62,12 @@ class Pipeline:
         self.stages_per_rank = stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
         check_count("stages_per_rank", self.stages_per_rank)
         check_schedule(self.schedule, self.stages_per_rank)
+        if self.schedule in V_SHAPED:
+            raise ConfigurationError(
+                f"A Pipeline cannot evaluate with the schedule {self.schedule}: torch runs no forward alone where a "
+                "rank holds stages that follow each other. Choose 'InterleavedZeroBubble', or prepare the model with "
+                "an Accelerator, which runs this schedule."
+            )
         self.config, self.loss_fn, self.device = config, loss_fn, PartialState().device
         self.pp_group, self.dp_group = self._groups()
         names = find_blocks(model, blocks)
