@@ -274,6 +274,12 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """The name of the class of the user's optimizer."""
         return type(self.optimizer.optimizer).__name__
 
+    def finalize_gradients(self) -> None:
+        """Complete the gradients, unscale them, and divide them by the weight of the window, once an update."""
+        if self.holds_gradients:
+            self.optimizer.collect_gradients()
+        super().finalize_gradients()
+
     def _apply_factor(self) -> None:
         if self.holds_gradients:
             self.optimizer.collect_gradients()

@@ -39,7 +39,7 @@ OF_THE_ACCELERATOR = {
     "gradient_clipping": "see the field",
     "optimizer": "made from `DummyOptim`; a Trainer makes its own, and both must agree",
     "scheduler": "made from `DummyScheduler`; a Trainer makes its own, and both must agree",
-    "fp16": "refused where it is on",
+    "fp16": "autocast over fp32 weights and a loss scaler with these values, as with DDP",
     "bf16": "autocast over fp32 weights, as with DDP",
     "amp": "ignored: precision is the `Accelerator`'s",
     "torch_autocast": "ignored: precision is the `Accelerator`'s",

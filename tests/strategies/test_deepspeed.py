@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.accelerator import toy
+from tests.options.test_deepspeed import HANDBOOK
 from tests.strategies import sharded
 from tests.strategies.sharded import Case, Stack, Tied, train
 from trainer_lib import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
@@ -23,7 +24,7 @@ from trainer_lib.accelerator.deepspeed_config import apply_config
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.foundation.imports import is_deepspeed_available
 from trainer_lib.launchers import run_forked
-from trainer_lib.state import PartialState
+from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.strategies.deepspeed.engine_config import engine_config
 from trainer_lib.utils import GatheredParameters
 from trainer_lib.utils.deepspeed import (
@@ -125,7 +126,6 @@ def test_several_plugins_and_the_active_one() -> None:
             {"deepspeed_plugin": plugin(), "fsdp_plugin": FullyShardedDataParallelPlugin()},
             "deepspeed_plugin and fsdp_plugin both say how models are sharded",
         ),
-        ({"deepspeed_plugin": plugin(), "mixed_precision": "fp16"}, "in fp32 and bf16, not in fp16"),
     ],
 )
 def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -402,6 +402,96 @@ def test_models_of_transformers_are_built_in_shards(tmp_path: Path) -> None:
         assert (before, inside) == ((0,), (16,))
     assert first[4] == [3.0] * 16, "what rank 0 wrote is what is saved"
     assert "lm_head.weight" in first[5]
+
+
+class Overflowing(nn.Module):
+    """Has gradients for one of two weights alone that overflow once they are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.steep = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return self.plain.sum() + (self.steep * slope).sum()
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_all_ranks_skip_a_step_when_the_shard_of_one_overflows() -> None:
+    def body(stage: int) -> Any:
+        plugin = DeepSpeedPlugin({"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}})
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        network = Overflowing()
+        model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.5))
+        skipped: list[bool] = []
+        for slope in (1.0, 1e36, 1.0):
+            accelerator.backward(model(torch.tensor([slope])))
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9) if slope == 1.0 else None
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+        weights = accelerator.get_state_dict(model)
+        whole = [value.tolist() for value in weights.values() if accelerator.is_main_process]
+        scale = accelerator.scaler.get_scale()
+        accelerator.free_memory()
+        return skipped, scale, float(norm), whole
+
+    def all_stages() -> list[Any]:
+        return [body(stage) for stage in (1, 2, 3)]
+
+    first, second = run_forked(all_stages, (), 2, timeout=100)
+    for results in (first, second):
+        for skipped, scale, norm, _ in results:
+            assert (skipped, scale) == ([False, True, False], 2.0**15)
+            assert norm == pytest.approx(4.0)
+    assert [whole for *_, whole in first] == [[[-1.0] * 8] * 2] * 3
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_the_file_of_the_handbook_trains_in_fp16() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rows = torch.randint(0, 32, (8, 12), generator=torch.Generator().manual_seed(0))
+
+    def body(config: dict[str, Any] | None) -> list[float]:
+        plugin = None if config is None else DeepSpeedPlugin(config)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        torch.manual_seed(0)
+        network = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
+        optimizer = (torch.optim.AdamW if plugin is None else DummyOptim)(
+            network.parameters(), lr=0.01, weight_decay=0.1
+        )
+        if plugin is None:
+            schedule: Any = LambdaLR(optimizer, lambda step: float(step >= 2))  # of 4 steps, DeepSpeed's
+        else:
+            schedule = DummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
+        loader = DataLoader(TensorDataset(rows), batch_size=2)
+        model, optimizer, loader, schedule = accelerator.prepare(network, optimizer, loader, schedule)
+        losses: list[float] = []
+        for _ in range(2):
+            for (tokens,) in loader:
+                loss = model(input_ids=tokens, labels=tokens).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if plugin is not None:
+            assert (plugin.filled["train_batch_size"], plugin.filled["scheduler.params.warmup_min_lr"]) == (4, 0)
+        return losses
+
+    def both() -> list[list[float]]:
+        expected = body(None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return [expected, body(HANDBOOK)]
+
+    for expected, losses in run_forked(both, num_processes=2, timeout=100):
+        assert losses[-1] < losses[0]
+        assert losses == pytest.approx(expected, rel=1e-2)
 
 
 @needs_deepspeed

@@ -172,7 +172,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.mixed_precision,
             self.device.type,
             handlers.get(AutocastKwargs),
-            handlers.get(GradScalerKwargs),
+            handlers.get(GradScalerKwargs) or construction.scaler_of_deepspeed(deepspeed, precision),
             handlers.fp8_recipe(),
         )
         construction.check_compilation(

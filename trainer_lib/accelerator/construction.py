@@ -109,6 +109,21 @@ def check_generators(rng_types: Any) -> None:
         RNGType.read("kind of generator in rng_types", kind)
 
 
+def scaler_of_deepspeed(plugins: DeepSpeedPlugins | None, precision: Any) -> GradScalerKwargs | None:
+    """Return the loss scaler that the section `fp16` of a DeepSpeed config describes, if fp16 is used."""
+    if plugins is None or str(precision) != "fp16":
+        return None
+    scale, given = plugins.active.get_value("fp16.loss_scale", 0), plugins.active.get_value
+    for key, default in (("hysteresis", 2), ("min_loss_scale", 1)):
+        if given(f"fp16.{key}", default) != default:
+            _logger.warning("fp16.%s=%r in the DeepSpeed config has no effect.", key, given(f"fp16.{key}"))
+    if scale:
+        return GradScalerKwargs(init_scale=float(scale), growth_interval=2**31 - 1)  # which never grows
+    return GradScalerKwargs(
+        init_scale=2.0 ** given("fp16.initial_scale_power", 16), growth_interval=given("fp16.loss_scale_window", 1000)
+    )
+
+
 def megatron_lm_plugin(plugin: Any) -> "MegatronLMPlugin | None":
     """Return the plugin of Megatron-LM, given or asked for by the launcher, or `None`, and warn of idle fields."""
     if plugin is None and not environment.megatron_lm_requested():

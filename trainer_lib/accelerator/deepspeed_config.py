@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
-from trainer_lib.options.deepspeed.auto_values import training_values
+from trainer_lib.options.deepspeed.auto_values import DEFAULTS, training_values
 from trainer_lib.options.deepspeed.config_file import AUTO, values_of
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.deepspeed.placeholders import DummyOptim, DummyScheduler
@@ -76,7 +76,7 @@ def _fill(
     num_processes: int,
 ) -> None:
     sizes = [value.batch_size for value in values if isinstance(value, DataLoader) and value.batch_size is not None]
-    known = training_values(
+    known = DEFAULTS | training_values(
         micro_batch_size=plugin.micro_batch_size(sizes) if sizes else None,
         accumulation_steps=accumulation_steps,
         num_processes=num_processes,

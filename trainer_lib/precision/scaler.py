@@ -18,9 +18,19 @@ from trainer_lib.state.partial_state import PartialState
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Calls torch's scaler separately for each layout of gradients, since it does not take several at once."""
+    """Calls torch's scaler separately for each layout of gradients, since it does not take several at once.
+
+    An optimizer whose gradients are shards without a layout has a method `share_overflow` to agree with other ranks.
+    """
 
     def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        flags = self._unscale_layouts(optimizer, inv_scale, found_inf, allow_fp16)
+        share = getattr(optimizer, "share_overflow", None)
+        return flags if share is None else share(flags)
+
+    def _unscale_layouts(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         kinds: dict[Any, list[Tensor]] = {}  # by layout, in the same order on all ranks

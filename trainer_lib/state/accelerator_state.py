@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
@@ -110,7 +110,7 @@ class AcceleratorState(ProcessControl):
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
-            _check_alone(deepspeed, arrangement, precision)
+            _check_alone(deepspeed, arrangement)
             self._deepspeed, self._megatron_lm = deepspeed, megatron_lm_plugin
             self._environment = ExitStack()
             self._prepare_sharding(partial)
@@ -296,18 +296,13 @@ def _given(plugins: DeepSpeedPlugins | None) -> DeepSpeedPlugins:
     return plugins
 
 
-def _check_alone(deepspeed: DeepSpeedPlugins | None, arrangement: Arrangement, precision: str) -> None:
+def _check_alone(deepspeed: DeepSpeedPlugins | None, arrangement: Arrangement) -> None:
     """Raise for what does not work together with DeepSpeed."""
     if deepspeed is None:
         return
     for name in ("fsdp_plugin", "parallelism_config"):
         if getattr(arrangement, name) is not None:
             raise ConfigurationError(f"deepspeed_plugin and {name} both say how models are sharded. Give one of them.")
-    if precision == "fp16" or deepspeed.active.get_value("fp16.enabled") is True:
-        raise UnsupportedError(
-            "This version trains with DeepSpeed in fp32 and bf16, not in fp16. Give mixed_precision='bf16', and write "
-            '"auto" for fp16.enabled in the DeepSpeed config.'
-        )
 
 
 def _check_only_engine(*others: Any) -> None:

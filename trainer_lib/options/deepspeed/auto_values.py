@@ -11,10 +11,11 @@ _PREFETCH_BUCKET = "zero_optimization.stage3_prefetch_bucket_size"
 _PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
 # Sizes that suit a model; another size in a file is no conflict.
 _SUGGESTED = (_REDUCE_BUCKET, _PREFETCH_BUCKET, _PERSISTENCE)
-_DEFAULTS = {
+DEFAULTS = {
     "scheduler.params.warmup_min_lr": 0,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
 }
+"""What an "auto" becomes that follows from nothing."""
 
 
 def training_values(
@@ -65,7 +66,7 @@ def fill_auto_values(config: HfDeepSpeedConfig, values: Mapping[str, Any], prefi
         ConfigurationError: If there is no value for an `"auto"`; the config is then unchanged.
     """
     keys = [key for key, value in values_of(config.config) if value == AUTO]
-    values = _DEFAULTS | dict(values)
+    values = DEFAULTS | dict(values)
     unknown = [f"{prefix}{key}" for key in keys if f"{prefix}{key}" not in values]
     if unknown:
         raise ConfigurationError(

@@ -1,8 +1,10 @@
 """`ZeroOptimizer`: the optimizer of a script, stepped by ZeRO on this rank's shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import PreparationError, UnsupportedError
@@ -16,6 +18,8 @@ class ZeroOptimizer(Optimizer):
         optimizer: The optimizer of the script; its groups and options stay the same objects.
         before_step: Called with the shards when their gradients are complete, before they are used.
     """
+
+    _step_supports_amp_scaling = False  # torch's name: the scaler decides about a step, for fused optimizers too
 
     def __init__(self, optimizer: Optimizer, before_step: Callable[[ZeroShards], None]) -> None:
         # Not super().__init__: the parameter groups are the wrapped optimizer's.
@@ -44,6 +48,11 @@ class ZeroOptimizer(Optimizer):
         """Complete the gradients of the window. All ranks call it."""
         if self.shards is not None:
             self.shards.reduce_gradients()
+
+    def share_overflow(self, flags: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Return whether gradients of any rank overflowed (fp16), out of the flags for this rank's shards."""
+        assert self.shards is not None  # since there are gradients
+        return {device: self.shards.group.all_reduce(flag) for device, flag in flags.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the weights on all ranks.
