@@ -76,6 +76,7 @@ lint: .venv/with-dev
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.mutants --list >/dev/null
 
 format: .venv/with-dev
 	$(BIN)/ruff format

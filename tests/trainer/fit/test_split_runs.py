@@ -51,7 +51,7 @@ def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind
         model_of(kind),
         TrainingArguments(**args),
         train_dataset=data(samples),
-        eval_dataset=data(11),
+        eval_dataset=data(7),
         metrics=["accuracy"],
         callbacks=[EMA(0.9), began, *([] if dies_at is None else [Dies(dies_at)])],
     )
@@ -81,18 +81,18 @@ def assert_as_one_process(actual: Any, expected: Any) -> None:
 
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> int:
-    """Return the length of the runs: an epoch and a tail of an epoch; longer with `--soak`."""
-    return 20 if request.config.getoption("--soak") else 8
+    """Return the length of the runs: an epoch of three updates and two of the next; longer with `--soak`."""
+    return 20 if request.config.getoption("--soak") else 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2_dp2", "tp4", "pp2_dp2"])
 def test_each_step_is_that_of_one_process(mesh: str, steps: int) -> None:
     def run(mesh: str) -> Any:
-        return _run(mesh, max_steps=steps)
+        return _run(mesh, samples=21, max_steps=steps, eval_every=2)
 
     (expected,) = run_world(run, ("one",), 1)
-    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
+    for actual in run_world(run, (mesh,), MESHES[mesh][0], timeout=150):
         assert_as_one_process(actual, expected)
 
 
@@ -100,10 +100,10 @@ def test_each_step_is_that_of_one_process(mesh: str, steps: int) -> None:
 @pytest.mark.parametrize("mesh", ["tp2_dp2", "pp2_dp2"])
 def test_a_replica_without_samples_takes_part(mesh: str) -> None:
     def run(mesh: str) -> Any:
-        return _run(mesh, samples=41, max_steps=8)  # the last window of an epoch is one sample
+        return _run(mesh, samples=17, max_steps=4)  # the last window of an epoch is one sample
 
     (expected,) = run_world(run, ("one",), 1)
-    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
+    for actual in run_world(run, (mesh,), MESHES[mesh][0], timeout=150):
         assert_as_one_process(actual, expected)
 
 
@@ -111,10 +111,10 @@ def test_a_replica_without_samples_takes_part(mesh: str) -> None:
 @pytest.mark.parametrize(("kind", "mesh"), [(llama, "tp2_sp2"), (bert, "tp2_cp2")])
 def test_other_models_split_sequences_and_matrices(kind: Any, mesh: str) -> None:
     def run(mesh: str) -> Any:
-        return _run(mesh, kind=kind, max_steps=6)
+        return _run(mesh, kind=kind, samples=21, max_steps=3)
 
     (expected,) = run_world(run, ("one",), 1)
-    for actual in run_world(run, (mesh,), MESHES[mesh][0]):
+    for actual in run_world(run, (mesh,), MESHES[mesh][0], timeout=150):
         assert_as_one_process(actual, expected)
 
 
@@ -174,7 +174,7 @@ def test_a_run_of_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
 
     (expected,) = run_world(whole, (), 1)
     for number, mesh in enumerate(OF_EXPERTS):
-        assert set(run_world(run, (mesh, 2 * number, 2 * number + 3), MESHES[mesh][0])) == {None}
+        assert set(run_world(run, (mesh, 2 * number, 2 * number + 3), MESHES[mesh][0], timeout=150)) == {None}
     for actual in run_world(run, ("one", 2 * len(OF_EXPERTS), None), 1):
         assert_as_one_process(actual, expected)
 
@@ -182,13 +182,13 @@ def test_a_run_of_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loss_that_balances_experts_is_averaged_over_micro_batches() -> None:
     def run(mesh: str, **options: Any) -> Any:
-        return _run(mesh, kind=mixtral, max_steps=6, **options)
+        return _run(mesh, kind=mixtral, samples=21, max_steps=3, **options)
 
     def one() -> Any:
         return run("one", per_device_train_batch_size=2, gradient_accumulation_steps=4)
 
     (expected,) = run_world(one, (), 1)
-    for actual in run_world(run, ("tp2_dp2",), 4):
+    for actual in run_world(run, ("tp2_dp2",), 4, timeout=150):
         torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=0)
 
 
