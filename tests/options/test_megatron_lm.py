@@ -9,13 +9,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.options import megatron_lm_table
-from tests.strategies.split import llama
+from tests.strategies.split import gpt2, llama
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.megatron_lm.fields import MAPPED, MEMORY, REFUSED
+from trainer_lib.strategies.tensor_parallel.plan import resolve
 from trainer_lib.utils import (
     MegatronLMDummyScheduler,
     MegatronLMPlugin,
+    TorchTensorParallelConfig,
     avg_losses_across_data_parallel_group,
     patch_environment,
 )
@@ -44,11 +46,22 @@ def test_a_field_without_a_counterpart_is_refused_with_the_reason() -> None:
 
 
 def test_what_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    plugin = MegatronLMPlugin(sequence_parallelism=True, seq_length=64)
+    options: dict[str, Any] = {"overlap_cpu_optimizer_d2h_h2d": True, "sequence_parallelism": True}
+    plugin = MegatronLMPlugin(seq_length=64, **options)
     assert Accelerator(cpu=True, megatron_lm_plugin=plugin).state.megatron_lm_plugin is plugin
     assert [record.message for record in caplog.records] == [
-        f"MegatronLMPlugin: sequence_parallelism has no effect ({MEMORY['sequence_parallelism']})."
+        "MegatronLMPlugin: overlap_cpu_optimizer_d2h_h2d has no effect (FSDP2 decides when it copies).",
+        "MegatronLMPlugin: sequence_parallelism has no effect (norms stay whole without tp_degree above 1, and in "
+        "pipelines).",
     ]
+
+
+def test_a_model_without_a_plan_of_sequences_has_its_usual_one(caplog: pytest.LogCaptureFixture) -> None:
+    splitting, usual = TorchTensorParallelConfig(sequence_parallel=True), TorchTensorParallelConfig()
+    Accelerator(cpu=True)
+    assert resolve(gpt2(), splitting, 2) == resolve(gpt2(), usual, 2)
+    assert "sequence_parallel=True has no effect on GPT2LMHeadModel: norms stay whole" in caplog.text
+    assert resolve(llama(), splitting, 2)["model.norm"] == "sequence_parallel_gather"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +103,11 @@ def test_the_ranks_that_the_degrees_leave_replicate_or_shard() -> None:
     whole: Any = MegatronLMPlugin(use_custom_fsdp=True, optimizer_cpu_offload=True).sharding(2)
     assert (states.reshard_after_forward, bool(states.cpu_offload)) == (False, False)
     assert (whole.reshard_after_forward, bool(whole.cpu_offload)) == (True, True)
+    assert MegatronLMPlugin(tp_degree=2, pp_degree=2, sequence_parallelism=True).matrix_splitting is None
+    assert MegatronLMPlugin(tp_degree=2).matrix_splitting is None
+    splitting = MegatronLMPlugin(tp_degree=2, sequence_parallelism=True).matrix_splitting
+    assert splitting is not None
+    assert splitting.sequence_parallel
     with pytest.raises(ConfigurationError, match=r"must divide the number of processes \(3\)\. Start 4 processes"):
         MegatronLMPlugin(tp_degree=2).mesh_sizes(3)
 

@@ -33,6 +33,9 @@ def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | N
     loader: Any = DataLoader(rows, batch_size=BATCH // accelerator.data_group.size)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(whole, optimizer, loader)
+    splits = options is not None and options.get("sequence_parallelism", False)
+    lengths: list[int] = []
+    whole.model.layers[0].register_forward_hook(lambda *values: lengths.append(values[2].shape[1]))
     here = [layer for layer in whole.model.layers if hasattr(layer, "gradient_checkpointing")]  # not on other stages
     assert {layer.gradient_checkpointing for layer in here} == {plugin is not None and plugin.recomputes}
     assert accelerator.state.is_fsdp2 == (plugin is not None and plugin.shards)
@@ -46,6 +49,7 @@ def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | N
             optimizer.step()
             optimizer.zero_grad()
             losses.append(avg_losses_across_data_parallel_group([loss]).item())
+    assert set(lengths) <= {LENGTH // 2 if splits else LENGTH}  # none on ranks with later stages
     return losses, accelerator.get_state_dict(model).get("model.layers.1.mlp.up_proj.weight")
 
 
@@ -54,6 +58,7 @@ def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | N
     ("ranks", "options"),
     [
         (2, {"tp_degree": 2, "recompute_activations": True}),
+        (2, {"tp_degree": 2, "sequence_parallelism": True}),
         (2, {"use_distributed_optimizer": True}),
         (4, {"tp_degree": 2, "pp_degree": 2, "recompute_granularity": "full"}),
         (4, {"pp_degree": 2, "use_distributed_optimizer": True}),

@@ -17,6 +17,8 @@ class TorchTensorParallelConfig:
         plan: The style of each module, by patterns of names: `{"*.q_proj": "colwise", "*.o_proj": "rowwise"}`.
             `None`: the plan that the model has (transformers' `tp_plan`).
         loss_parallel: Compute the loss from logits that stay split over the vocabulary.
+        sequence_parallel: Let norms of Llama's kind of models compute parts of the sequence, instead of all of it on
+            each rank; other models have their usual plan. Lengths must be multiples of the number of ranks.
 
     Example:
         >>> TorchTensorParallelConfig(plan={"*.up": "colwise", "*.down": "rowwise"}).plan["*.up"]
@@ -26,11 +28,13 @@ class TorchTensorParallelConfig:
     enable_async_tp: bool = False
     plan: Mapping[str, str] | None = None
     loss_parallel: bool = False
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Check the types; names and styles are checked with the model."""
         check_flag("enable_async_tp", self.enable_async_tp)
         check_flag("loss_parallel", self.loss_parallel)
+        check_flag("sequence_parallel", self.sequence_parallel)
         plan: Any = self.plan
         if plan is not None and not (isinstance(plan, Mapping) and all(isinstance(k, str) for k in plan)):
             raise ConfigurationError(

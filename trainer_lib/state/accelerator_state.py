@@ -105,7 +105,10 @@ class AcceleratorState(ProcessControl):
             if megatron_lm_plugin is not None:
                 _check_only_engine(deepspeed, fsdp_plugin, parallelism_config, torch_tp_plugin)
                 fsdp_plugin = megatron_lm_plugin.sharding(partial.num_processes)
-                parallelism_config = ParallelismConfig(**megatron_lm_plugin.mesh_sizes(partial.num_processes))
+                parallelism_config = ParallelismConfig(
+                    **megatron_lm_plugin.mesh_sizes(partial.num_processes),
+                    tp_handler=megatron_lm_plugin.matrix_splitting,
+                )
             arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes, torch_tp_plugin)
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin

@@ -31,6 +31,8 @@ MAPPED = {
     "linear or cosine",
     "start_weight_decay": "its start",
     "end_weight_decay": "its end",
+    "sequence_parallelism": "`TorchTensorParallelConfig(sequence_parallel=True)`: norms of Llama's kind of models "
+    "compute parts of the sequence; no effect, with a warning, on others and in pipelines",
     "recompute_method": "`uniform`: all blocks, each by itself; `block`: the first `recompute_num_layers` of them",
     "recompute_num_layers": "see `recompute_method`",
     "megatron_dataset_flag": "the model's call computes the micro-batches of an update; a "
@@ -47,7 +49,6 @@ MAPPED = {
 """The option of this library that each field stands for."""
 
 MEMORY = {
-    "sequence_parallelism": "norms stay whole on each rank: name them in `TorchTensorParallelConfig(plan=…)`",
     "overlap_cpu_optimizer_d2h_h2d": "FSDP2 decides when it copies",
 }
 """Fields that change memory or speed alone, and have no effect here: setting them is a warning, with the reason."""

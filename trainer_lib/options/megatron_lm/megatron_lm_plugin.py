@@ -13,6 +13,7 @@ from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
 from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
 from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_schedule, schedule_steps
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 
 _COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches")
 _FLAGS = (
@@ -61,7 +62,7 @@ class MegatronLMPlugin:
         use_rotary_position_embeddings: Refused.
         num_micro_batches: The micro-batches of an accumulation window.
         gradient_clipping: The norm to which each optimizer step clips gradients (1.0); 0: none.
-        sequence_parallelism: No effect.
+        sequence_parallelism: Norms of Llama's kind of models compute parts of the sequence.
         recompute_activations: Recompute the activations of all blocks in the backward.
         use_distributed_optimizer: Shard gradients and optimizer states over the ranks that would replicate a model.
         pipeline_model_parallel_split_rank: Refused.
@@ -191,7 +192,10 @@ class MegatronLMPlugin:
     @property
     def notes(self) -> list[str]:
         """Which fields have no effect, and why."""
-        return [f"{name} has no effect ({why})" for name, why in MEMORY.items() if getattr(self, name)]
+        idle = {name: why for name, why in MEMORY.items() if getattr(self, name)}
+        if self.sequence_parallelism and self.matrix_splitting is None:
+            idle["sequence_parallelism"] = "norms stay whole without tp_degree above 1, and in pipelines"
+        return [f"{name} has no effect ({why})" for name, why in idle.items()]
 
     @property
     def recomputes(self) -> bool:
@@ -250,6 +254,12 @@ class MegatronLMPlugin:
             )
         replicas, parts = (1, num_processes // used) if self.shards else (num_processes // used, 1)
         return {"dp_replicate_size": replicas, "dp_shard_size": parts, **sizes}
+
+    @property
+    def matrix_splitting(self) -> TorchTensorParallelConfig | None:
+        """How matrices are split; `None`: as usual."""
+        splits = self.sequence_parallelism and (self.tp_degree or 1) > 1 and self.pp_degree == 1
+        return TorchTensorParallelConfig(sequence_parallel=True) if splits else None
 
     def sharding(self, num_processes: int) -> FullyShardedDataParallelPlugin | None:
         """Return how the ranks that would replicate a model share it, or `None`."""

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.logging import get_logger
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.strategies.tensor_parallel import experts
 from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of
 
+_logger = get_logger(__name__)
 _SHOWN = 12
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")  # transformers' styles of a module with stacked experts
 # For models of transformers without a plan of their own. GPT-2 computes queries, keys and values in one matrix, whose
@@ -36,6 +38,22 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "lm_head": "colwise_gather_output",
     },
 }
+# Plans in which each rank computes the norms of its part of the sequence.
+_SEQUENCES = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.0": "scatter_sequence",
+    "*.*_layernorm": "sequence_parallel",
+    "*.self_attn": "gather_sequence",
+    "*.[qkv]_proj": "colwise",
+    "*.o_proj": "rowwise_scatter_sequence",
+    "*.mlp": "gather_sequence",
+    "*.gate_proj": "colwise",
+    "*.up_proj": "colwise",
+    "*.down_proj": "rowwise_scatter_sequence",
+    "model.norm": "sequence_parallel_gather",
+    "lm_head": "colwise_gather_output",
+}
+_OF_SEQUENCES = ("llama", "mistral", "qwen2")  # the kinds of models that have it
 
 
 def resolve(model: nn.Module, config: TorchTensorParallelConfig, size: int) -> dict[str, str]:
@@ -72,7 +90,17 @@ def resolve(model: nn.Module, config: TorchTensorParallelConfig, size: int) -> d
 def _patterns(model: nn.Module, config: TorchTensorParallelConfig) -> Mapping[str, str]:
     if config.plan is not None:
         return config.plan
-    known = _PLANS.get(str(getattr(getattr(model, "config", None), "model_type", "")), {})
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if config.sequence_parallel and kind in _OF_SEQUENCES:
+        return _SEQUENCES
+    if config.sequence_parallel:
+        _logger.warning_once(
+            "sequence_parallel=True has no effect on %s: norms stay whole on each rank. Kinds of models with parts of "
+            "sequences: %s.",
+            type(model).__name__,
+            ", ".join(_OF_SEQUENCES),
+        )
+    known = _PLANS.get(kind, {})
     return _with_experts(getattr(model, "tp_plan", None) or {}) or known
 
 
