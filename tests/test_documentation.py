@@ -130,3 +130,15 @@ def test_commands_of_pages(name: str, script: str, commands: str, tmp_path: Path
             timeout=100,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tutorials").glob("*.md")), ids=lambda page: page.name)
+def test_tutorials_quote_the_examples_that_run(page: Path) -> None:
+    text = page.read_text()
+    examples = {name: (ROOT / name).read_text() for name in re.findall(r"(?:`|\")(examples/\w+\.py)", text)}
+    assert examples
+    blocks = re.findall(r"```(?:python| \{ \.python \})\n(.*?)```", text, re.DOTALL)  # ruff formats the first kind
+    quotes = [block for block in blocks if not block.startswith("--8<--")]
+    assert quotes
+    for quote in quotes:
+        assert any(quote in example for example in examples.values()), quote
