@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from trainer_lib.callbacks.text_tables import show_table
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.batch_fields import as_mapping, split, targets_of
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.runs.png_images import is_image, png_uri
 
 _FEW = 8  # the longest row of numbers shown in full
 _LONGEST = 500  # characters in a cell
@@ -20,13 +22,22 @@ _TOKENS = ("input", "input_ids", "decoder_input_ids", "prompt_input_ids", "predi
 Decode = Callable[[list[int]], str]
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A sample in a table: its cells, and the images of some of them, by column."""
+
+    cells: dict[str, Any]
+    images: dict[str, str]
+
+
 class Predictions(Callback):
     """Shows some samples at each evaluation: inputs, predictions and labels.
 
     They are the first samples of each dataset that rank 0 evaluates, the same each time. Trackers that support tables
     get the table "predictions" (for a named dataset "predictions/<name>"), and the run's history gets an event. For
     class labels and score predictions, the class with the highest score is shown; numbers and short rows of numbers are
-    shown in full, larger tensors by shape and range.
+    shown in full, larger tensors by shape and range. The run's report shows the tables, with a small picture of each
+    tensor that is an image (of 1 or 3 channels).
 
     Args:
         samples: The number of samples per dataset.
@@ -44,7 +55,8 @@ class Predictions(Callback):
         if decode is not None and not callable(decode):
             raise ConfigurationError(f"Predictions(decode) must be a function of a list of token ids (got {decode!r}).")
         self._samples, self._decode = samples, decode
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[_Row] = []
+        self._pictured: set[str] = set()  # datasets whose images are in the history: they are the same each time
 
     def on_evaluate_set_begin(self, run: Run, name: str, batches: int | None) -> None:
         del run, name, batches
@@ -61,12 +73,16 @@ class Predictions(Callback):
         del metrics
         rows, self._rows = self._rows, []
         if rows:
-            columns = list(dict.fromkeys(column for row in rows for column in row))
-            cells = [[row.get(column, "") for column in columns] for row in rows]
-            run.record_event("predictions", **({"set": name} if name else {}), columns=columns, rows=cells)
+            columns = list(dict.fromkeys(column for row in rows for column in row.cells))
+            cells = [[row.cells.get(column, "") for column in columns] for row in rows]
+            facts: dict[str, Any] = {"set": name} if name else {}
+            if name not in self._pictured and any(row.images for row in rows):
+                facts["images"] = [[row.images.get(column) for column in columns] for row in rows]
+                self._pictured.add(name)
+            run.record_event("predictions", **facts, columns=columns, rows=cells)
             show_table(run, f"predictions/{name}" if name else "predictions", columns, cells)
 
-    def _rows_of(self, run: Run, count: int) -> list[dict[str, Any]]:
+    def _rows_of(self, run: Run, count: int) -> list["_Row"]:
         names = getattr(run.args, "label_names", None)
         labels = targets_of(run.batch, names)
         inputs = run.batch if labels is None else split(run.batch, names)[0]
@@ -81,13 +97,14 @@ class Predictions(Callback):
         decode = self._decode or _decoder(run)
         is_shifted = run.is_shifted
         ids = _sample_ids(run)
-        rows = list[dict[str, Any]]()
+        rows = list[_Row]()
         for index in range(min(map(len, columns.values()), default=0)):
             row = {column: values[index] for column, values in columns.items()}
             if "prediction" in row and "label" in row:
                 row["prediction"], row["label"] = _aligned(row["prediction"], row["label"], is_shifted)
             shown = {name: _shown(value, decode if name in _TOKENS else None) for name, value in row.items()}
-            rows.append({"sample": ids[index], **shown} if index < len(ids) else shown)
+            images = {name: png_uri(value) for name, value in row.items() if is_image(value)}
+            rows.append(_Row({"sample": ids[index], **shown} if index < len(ids) else shown, images))
         return rows
 
 

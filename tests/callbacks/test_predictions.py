@@ -1,12 +1,16 @@
 """Tests of sample predictions."""
 
+import base64
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tests.callbacks.loops import folder_of
@@ -17,6 +21,7 @@ from trainer_lib.callbacks import JsonlLog, Predictions
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Run
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.runs.report.sample_tables import sample_tables
 
 
 def shown(history: Path) -> list[dict[str, Any]]:
@@ -144,6 +149,26 @@ def test_large_tensors_are_shown_by_shape_and_range_and_texts_are_cut() -> None:
         Predictions(), batch=[torch.ones(2, 1), torch.tensor([0.12345, 2.0])], outputs=torch.ones(2, 1)
     )
     assert (columns, rows[0]) == (["input", "prediction", "label"], ["1.0", "1.0", 0.1235])
+
+
+def test_images_are_in_the_history_once(tmp_path: Path) -> None:
+    images = torch.rand(8, 3, 100, 200, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+    data = (images, torch.tensor([0, 1] * 4))
+    args = arguments(output_dir=tmp_path, num_train_epochs=2)
+    trainer(args, model=model, train_dataset=data, eval_dataset=data, callbacks=[Predictions(2)]).fit()
+    first, second = shown(folder_of(tmp_path) / "history.jsonl")
+    assert "images" not in second
+    assert [[image is not None for image in row] for row in first["images"]] == [[False, True, False, False]] * 2
+    pictures: list[Any] = []
+    for row, image in zip(first["images"], images, strict=False):
+        picture = Image.open(io.BytesIO(base64.b64decode(row[1].removeprefix("data:image/png;base64,"))))
+        expected = image[:, ::3, ::3]  # at most 96 pixels on a side
+        expected = 255 * (expected - expected.min()) / (expected.max() - expected.min())
+        np.testing.assert_allclose(np.asarray(picture), expected.permute(1, 2, 0).numpy(), atol=0.51)
+        pictures.append(row[1])
+    (tables,) = sample_tables([first, second])
+    assert [[row[1]["image"] for row in record["rows"]] for record in tables["records"]] == [pictures] * 2
 
 
 def test_a_batch_without_outputs_shows_nothing() -> None:

@@ -9,8 +9,10 @@ import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from tests.runs.histories import line, make_run
 from trainer_lib.commands.main import main
@@ -93,6 +95,26 @@ def test_a_report_is_written(
     assert main(["report", "runs", "--live", "--port", "99999"]) == 2
     errors = capsys.readouterr().err
     for message in ("does not exist", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
+        assert message in errors
+
+
+def test_charts_and_the_page_of_all_runs_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = make_run(tmp_path / "runs" / "one"), make_run(tmp_path / "runs" / "two")
+    assert main(["report", str(first), "--charts", str(tmp_path / "charts")]) == 0
+    files = [Path(file) for file in capsys.readouterr().out.splitlines()]
+    assert files[:2] == [tmp_path / "charts" / "loss.svg", tmp_path / "charts" / "accuracy.svg"]
+    assert len(files) == 7
+    assert all(ElementTree.parse(file).getroot().tag.endswith("svg") for file in files)
+    assert main(["report", str(tmp_path / "runs"), "--charts", str(tmp_path / "charts"), "--format", "png"]) == 0
+    with Image.open(tmp_path / "charts" / "loss.png") as picture:
+        assert picture.size == (1200, 720)
+    assert main(["runs", str(tmp_path / "runs"), "--html", str(tmp_path / "all.html")]) == 0
+    assert '"name":"two"' in (tmp_path / "all.html").read_text()
+    runs = ["runs", str(tmp_path / "runs")]
+    assert main([*runs, "--port", "1"]) == main([*runs, "--live", "--watch"]) == main([*runs, "--open"]) == 2
+    assert main(["report", str(first), "--charts", "x", "--live"]) == 2
+    errors = capsys.readouterr().err
+    for message in ("Add --live", "Leave out --watch", "Leave out --live and --output"):
         assert message in errors
 
 

@@ -2,16 +2,22 @@
 
 import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests.runs.browser import Browser, find_browser
 from tests.runs.histories import line, make_run, training
-from trainer_lib.runs.report.live_report import LiveReport
+from trainer_lib.runs.png_images import png_uri
+from trainer_lib.runs.report.live_report import LiveReport, LiveRuns
 from trainer_lib.runs.report.report_page import find_runs, write_report
+from trainer_lib.runs.report.runs_page import write_runs_page
 
 pytestmark = [
     pytest.mark.browser,
@@ -220,6 +226,115 @@ def test_a_live_page_draws_new_values(browser: Browser, tmp_path: Path) -> None:
         assert browser.run("document.getElementById('log').checked") is True  # the setting is kept
         assert browser.problems == []
         assert {url.removeprefix(live.url) for url in browser.requests} == {"", "data.json"}
+    finally:
+        browser.open("about:blank")
+        live.close()
+        thread.join()
+
+
+def test_samples_are_shown_by_evaluation_with_their_images(browser: Browser, tmp_path: Path) -> None:
+    picture = png_uri(torch.eye(8)[None])
+    columns, images = ["input", "prediction"], [[picture, None], ["javascript:alert(1)", None]]
+    lines = [
+        line("predictions", 5, columns=columns, rows=[["1×8×8", "<b>cat</b>"], ["other", 2]], images=images),
+        line("predictions", 9, columns=columns, rows=[["1×8×8", "dog"], ["other", 3]]),
+    ]
+    browser.open(write_report(find_runs([make_run(tmp_path / "one", lines)]), tmp_path / "report.html").as_uri())
+    cells = (
+        "[...document.querySelectorAll('#samples tbody tr')].map((row) => [...row.cells].map((one) => one.innerText))"
+    )
+    assert browser.run(cells) == [["", "dog"], ["other", "3"]]
+    loaded = "[...document.images].map((image) => [image.complete, image.naturalWidth, image.alt])"
+    browser.wait_until("document.images[0].complete")
+    assert browser.run(loaded) == [[True, 8, "1×8×8"]]
+    browser.run("{ const slider = document.querySelector('#samples input'); slider.value = 0;"
+                "slider.dispatchEvent(new Event('input')); }")  # fmt: skip
+    assert browser.run(cells) == [["", "<b>cat</b>"], ["other", "2"]]
+    assert browser.run("document.querySelector('#samples output').innerText") == "step 5"
+    assert "predictions" not in browser.run("(document.querySelector('[aria-label^=Events]') || {}).innerText || ''")
+    assert browser.problems == []
+
+
+def test_tables_are_copied_and_charts_saved(browser: Browser, single_run: str) -> None:
+    browser.open(single_run)
+    table = browser.run("tableText(document.querySelector('[aria-label^=Evaluations] table'))")
+    assert table.splitlines()[:2] == ["step\tepoch\teval_loss\teval_accuracy\t", "100\t2\t1\t0.5\t"]
+    text = browser.run("chartFile(page.charts[0]).text")
+    root = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    assert [one.text for one in root.findall(f"{space}text")] == ["Loss", "loss", "eval_loss"]
+    strokes = {one.get("stroke") for one in root.iter(f"{space}path") if one.get("fill") == "none"}
+    assert strokes >= {"rgb(47, 111, 221)", "rgb(221, 122, 18)"}  # no names of the page's style are left
+    browser.run("{ window.saved = []; download = (source, name) => window.saved.push([name, source.slice(0, 22)]); }")
+    for kind in ("SVG", "PNG"):
+        browser.run(f"document.querySelector('[aria-label=\"Save Loss as {kind}\"]').click()")
+    browser.wait_until("window.saved.length === 2")
+    assert browser.run("window.saved") == [
+        ["loss.svg", "data:image/svg+xml;cha"],
+        ["loss.png", "data:image/png;base64,"],
+    ]
+    assert browser.problems == []
+
+
+def test_a_printed_page_has_whole_tables_and_no_controls(browser: Browser, single_run: str) -> None:
+    browser.open(single_run, is_dark=True)
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    try:
+        shown = "[...document.querySelectorAll('.bar, .copy, .search')].filter((one) => one.offsetParent).length"
+        assert browser.run(shown) == 0
+        assert browser.run("getComputedStyle(document.querySelector('.scroll')).maxHeight") == "none"
+        assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    finally:
+        browser.send("Emulation.setEmulatedMedia", media="")
+
+
+NAMES = "[...document.querySelectorAll('tbody tr')].map((row) => row.dataset.run)"
+
+
+def test_all_runs_are_searched_and_sorted(browser: Browser, tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    make_run(tmp_path / "deep" / "second", [line("log", 3, loss=0.01)], {"status": "failed", "created": 1.0})
+    write_report(find_runs([tmp_path / "first"]), tmp_path / "first" / "report.html")
+    url = write_runs_page(tmp_path, tmp_path / "index.html").as_uri()
+    browser.open(url)
+    assert browser.run(NAMES) == ["first", "deep/second"]  # the newest first
+    browser.run("[...document.querySelectorAll('.sort')].find((one) => one.innerText === 'loss').click()")
+    assert browser.run(NAMES) == ["deep/second", "first"]
+    assert browser.run("document.querySelector('[aria-sort=ascending]').innerText").startswith("loss")
+    browser.run("{ const search = document.querySelector('.search'); search.value = 'accuracy FIN';"
+                "search.dispatchEvent(new Event('input')); }")  # fmt: skip
+    assert browser.run(NAMES) == ["first"]
+    assert browser.run("document.getElementById('count').innerText") == "1 of 2 runs"
+    assert browser.run("[...document.querySelectorAll('td a')].map((link) => link.getAttribute('href'))") == [
+        "first/report.html"
+    ]
+    assert (browser.problems, browser.requests) == ([], [url])
+
+
+@pytest.mark.slow
+def test_live_runs_are_compared(browser: Browser, tmp_path: Path) -> None:
+    for name in ("first + one", "second"):
+        make_run(tmp_path / name, [line("log", 1, loss=1.0)], {"status": "running"})
+    live = LiveRuns(tmp_path)
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    try:
+        browser.open(live.url)
+        make_run(tmp_path / "third", [line("log", 1, loss=1.0)])
+        browser.wait_until(f"{NAMES}.length === 3")
+        for name in ("first + one", "second"):
+            browser.run(f"document.querySelector('[data-run=\"{name}\"] input').click()")
+        browser.run("document.getElementById('compare').click()")
+        browser.wait_until(
+            "document.querySelector('h1') && document.querySelector('h1').innerText === '2 runs compared'"
+        )
+        with (tmp_path / "second" / "history.jsonl").open("a") as file:
+            file.write(f"{json.dumps(line('log', 2, loss=0.5))}\n")
+        browser.wait_until("[...document.querySelectorAll('.legend b')].some((one) => one.innerText === '0.5')")
+        assert browser.problems == []
+        for path in ("nowhere/", "..%2F..%2Fetc%2Fpasswd/", "second+nowhere/data.json"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"{live.url}{path}", timeout=10)
     finally:
         browser.open("about:blank")
         live.close()

@@ -22,13 +22,24 @@ def run(arguments: Sequence[str]) -> int:
 
     if options.port is not None and not options.live:
         raise ConfigurationError("--port is where --live serves the report. Add --live, or leave it out.")
+    if options.charts is not None and (options.live or options.output is not None):
+        raise ConfigurationError("--charts writes pictures instead of a page. Leave out --live and --output.")
     if options.output is not None and options.live:
         raise ConfigurationError("--live serves the report and writes no file. Leave out --output, or --live.")
     if options.live and not all(isinstance(path, Path) for path in options.runs):
         raise UnsupportedError("--live reads on as files grow, and behind a URL none do. Leave it out, and ask again.")
     sources = find_runs(options.runs)
     if options.live:
-        return _serve(sources, options)
+        from trainer_lib.commands.runs.serve import serve
+        from trainer_lib.runs.report.live_report import LiveReport
+
+        return serve(LiveReport(sources, options.port or 0), options.open)
+    if options.charts is not None:
+        from trainer_lib.runs.report.static_charts import write_charts
+
+        for file in write_charts(sources, options.charts, options.format):
+            print(file)
+        return 0
     file = write_report(sources, options.output or _default_file(options.runs, len(sources)))
     print(file)
     if options.open:
@@ -48,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="FILE", type=lambda text: Path(text).expanduser(), help=output)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
     parser.add_argument("--live", action="store_true", help="serve it on this machine, and go on while the runs do")
+    parser.add_argument(
+        "--charts", metavar="DIR", type=Path, help="write each chart into a file of its own, for papers"
+    )
+    parser.add_argument("--format", choices=["svg", "png", "pdf"], default="svg", help="of --charts (default: svg)")
     parser.add_argument("--port", type=int, metavar="N", help="where --live serves it (default: a free one)")
     return parser
 
@@ -63,17 +78,3 @@ def _default_file(given: Sequence[AnyPath], count: int) -> Path:
         return only.with_suffix(".html")
     folder = only if is_run(only) else next(path for path in only.iterdir() if path.is_dir() and is_run(path))
     return folder / REPORT_FILE
-
-
-def _serve(sources: Sequence[object], options: argparse.Namespace) -> int:
-    from trainer_lib.runs.report.live_report import LiveReport
-
-    live = LiveReport(sources, options.port or 0)  # type: ignore[arg-type]
-    print(f"{live.url} (Ctrl-C ends it)", flush=True)
-    if options.open:
-        webbrowser.open(live.url)
-    try:
-        live.serve()
-    except KeyboardInterrupt:
-        print()
-    return 0

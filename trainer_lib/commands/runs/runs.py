@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.commands.subcommands import Parser
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 if TYPE_CHECKING:
     from trainer_lib.runs.run_summary import RunSummary
@@ -30,6 +30,17 @@ def run(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     if not options.folder.is_dir():
         raise ConfigurationError(f"{options.folder} is no folder. Give one that has runs in it, such as an output_dir.")
+    if options.live:
+        return _serve(options)
+    if options.port is not None or options.open:
+        raise ConfigurationError(
+            "--port and --open belong to the page that --live serves. Add --live, or leave them out."
+        )
+    if options.html is not None:
+        from trainer_lib.runs.report.runs_page import write_runs_page
+
+        print(write_runs_page(options.folder, options.html))
+        return 0
     if options.watch:
         return _watch(options)
     print(_listing(options))
@@ -46,11 +57,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", nargs="?", default=".", metavar="DIR", type=_path)
     parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with search and links to the reports")
+    parser.add_argument("--live", action="store_true", help="serve that page on this machine, with live reports")
+    parser.add_argument("--open", action="store_true", help="with --live: open it in a browser")
+    parser.add_argument("--port", type=int, metavar="N", help="where --live serves it (default: a free one)")
     return parser
 
 
 def _path(text: str) -> AnyPath:
     return path_at(text).expanduser()
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from trainer_lib.commands.runs.serve import serve
+    from trainer_lib.runs.report.live_report import LiveRuns
+
+    if options.watch or options.json or options.html:
+        raise ConfigurationError("--live serves a page. Leave out --watch, --json and --html.")
+    if not isinstance(options.folder, Path):
+        raise UnsupportedError("--live reads files as they grow, and behind a URL none do. Leave it out.")
+    return serve(LiveRuns(options.folder, options.port or 0), options.open)
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -80,13 +106,14 @@ def _listing(options: argparse.Namespace) -> str:
 
 def _row(run: "RunSummary", folder: AnyPath, with_sparkline: bool) -> dict[str, str]:
     from trainer_lib.runs.report.formatting import duration, short
+    from trainer_lib.runs.report.runs_page import name_of
     from trainer_lib.runs.report.sparkline import sparkline
 
     total = "" if run.max_steps is None else f"/{run.max_steps}"
     best = "" if run.best is None else f"{run.best['metric']} {short(run.best['value'])} at {run.best['step']}"
     age = "" if run.saved is None else f", {duration(max(time.time() - run.saved, 0.0))} ago"
     return {
-        "run": run.path.resolve().name if run.path == folder else str(run.path).removeprefix(f"{folder}/"),
+        "run": name_of(run.path, folder),
         "state": run.status,
         "step": "" if run.step is None else f"{run.step}{total}",
         "loss": f"{run.losses[-1]:.4g}" if run.losses else "",

@@ -1,74 +1,64 @@
-"""A live report: a local web page that updates while its runs train."""
+"""Live pages: a report, and the list of all runs in a folder, that update while the runs train."""
 
 import json
-import threading
-from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.runs.report.live_pages import Answer, LivePages
 from trainer_lib.runs.report.report_data import Source, contents
 from trainer_lib.runs.report.report_page import page
+from trainer_lib.runs.report.runs_page import name_of, runs_data, runs_page
+from trainer_lib.runs.run_summary import list_runs
 
-_HOST = "127.0.0.1"
 
-
-class LiveReport:
+class LiveReport(LivePages):
     """Serves the report of some runs on this machine only.
 
     Args:
         sources: The runs.
         port: The port; 0 selects a free one.
-
-    Attributes:
-        url: The address of the page.
     """
 
     def __init__(self, sources: Sequence[Source], port: int = 0) -> None:
-        lock = threading.Lock()  # one reader at a time: histories are read incrementally
+        super().__init__(lambda path: _report(sources, path), port)
 
-        def current_data() -> dict[str, Any]:
-            with lock:
-                return contents(sources, is_live=True)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                # Refuse requests of foreign pages whose host name resolves to this machine (DNS rebinding).
-                if self.headers.get("Host", "").rpartition(":")[0] not in (_HOST, "localhost"):
-                    self.send_error(403)
-                elif self.path == "/":
-                    self._answer("text/html", page(current_data()))
-                elif self.path == "/data.json":
-                    self._answer("application/json", json.dumps(current_data(), allow_nan=False, separators=(",", ":")))
-                else:
-                    self.send_error(404)
+class LiveRuns(LivePages):
+    """Serves the list of the runs in a folder, and the report of each run or of several, on this machine only.
 
-            def log_message(self, format: str, *args: Any) -> None:
-                """Log nothing: a page polls every two seconds."""
+    Args:
+        folder: The folder.
+        port: The port; 0 selects a free one.
+    """
 
-            def _answer(self, kind: str, text: str) -> None:
-                body = text.encode()
-                self.send_response(200)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                self.wfile.write(body)
+    def __init__(self, folder: AnyPath, port: int = 0) -> None:
+        reports: dict[str, list[Source]] = {}
 
-        try:
-            self._server = ThreadingHTTPServer((_HOST, port), Handler)
-        except (OSError, OverflowError) as error:
-            raise ConfigurationError(
-                f"--port {port} cannot be used: {error}. Leave --port out to use a free one."
-            ) from error
-        self._server.daemon_threads = True
-        self.url = f"http://{_HOST}:{self._server.server_port}/"
+        def answer(path: str) -> Answer | None:
+            group, _, name = path.removeprefix("/").rpartition("/")
+            if not group:
+                return _answer(f"/{name}", lambda: runs_data(folder, is_live=True), runs_page)
+            if group not in reports:
+                runs = {name_of(run.path, folder): run.path for run in list_runs(folder)}
+                names = [unquote(name) for name in group.split("+")]
+                if not runs.keys() >= set(names):
+                    return None
+                reports[group] = [Source.of(runs[name], name) for name in names]
+            return _report(reports[group], f"/{name}")
 
-    def serve(self) -> None:
-        """Serve until another thread calls `close`, or until Ctrl-C."""
-        self._server.serve_forever(poll_interval=0.1)
+        super().__init__(answer, port)
 
-    def close(self) -> None:
-        """Stop the server."""
-        self._server.shutdown()
-        self._server.server_close()
+
+def _report(sources: Sequence[Source], path: str) -> Answer | None:
+    return _answer(path, lambda: contents(sources, is_live=True), page)
+
+
+def _answer(path: str, data: Callable[[], dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> Answer | None:
+    """Return the page at "/", and its data at "/data.json"."""
+    if path == "/":
+        return "text/html", text(data())
+    if path == "/data.json":
+        return "application/json", json.dumps(data(), allow_nan=False, separators=(",", ":"))
+    return None

@@ -14,6 +14,7 @@ from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.runs.report.charts import charts_of
 from trainer_lib.runs.report.downsampling import means, thin
 from trainer_lib.runs.report.formatting import duration, flat, short
+from trainer_lib.runs.report.sample_tables import is_sample_table, sample_tables
 from trainer_lib.runs.report.timeline_marks import marks, saves
 from trainer_lib.runs.run_history import PLACES, History, numbers_in
 from trainer_lib.runs.run_status import facts_of, history_file, standing
@@ -71,8 +72,9 @@ def _run(source: Source) -> dict[str, Any]:
         "figures": _figures(history, facts, best),
         "curves": curves,
         "places": places,
-        "marks": marks(history.events),
+        "marks": marks([entry for entry in history.events if not is_sample_table(entry)]),
         "evaluations": _evaluations(history, best),
+        "samples": sample_tables(history.events),
         "checkpoints": saves(history.events, state.get("checkpoints") or (), None if best is None else best["step"]),
         "arguments": flat(facts.get("arguments") or {}),
         "environment": flat({name: _readable(name, value) for name, value in (facts.get("environment") or {}).items()}),

@@ -16,7 +16,7 @@ from trainer_lib.runs.report.report_data import Source, contents
 from trainer_lib.runs.run_status import is_run
 
 REPORT_FILE = "report.html"
-_SCRIPTS = ("format.js", "elements.js", "chart.js", "tables.js", "page.js")
+_SCRIPTS = ("format.js", "elements.js", "theme.js", "chart.js", "save_chart.js", "tables.js", "page.js")
 _MAX_RUNS = 24  # more curves cannot be told apart
 
 
@@ -61,10 +61,20 @@ def find_runs(paths: Sequence[AnyPath]) -> list[Source]:
 
 def page(data: dict[str, Any]) -> str:
     """Return the HTML page for the data of `contents`."""
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
-    names = ", ".join(run["name"] for run in data["runs"])
+    return fill_page(", ".join(run["name"] for run in data["runs"]), data, _SCRIPTS)
+
+
+def fill_page(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
+    """Return a page that some scripts draw from its data.
+
+    Args:
+        title: The title of the page.
+        data: The data, as JSON types.
+        scripts: The files in the folder `page`, in order.
+    """
+    script = "\n".join(_asset(name) for name in scripts)
     fills = {
-        "title": html.escape(f"{names} · trainer_lib"),
+        "title": html.escape(f"{title} · trainer_lib"),
         # Only this script runs, whatever names and values contain, and nothing is fetched.
         "policy": html.escape(_policy(script, data["live"])),
         "style": _asset("page.css"),

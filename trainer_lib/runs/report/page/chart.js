@@ -38,7 +38,7 @@ class Chart {
     this.svg = draw("svg", { tabindex: 0, role: "slider", "aria-label": `${spec.title}: cursor`, "aria-orientation": "horizontal" });
     this.tip = make("div", { class: "tip", hidden: true });
     this.element = make("figure", { class: isFirst ? "card chart first" : "card chart", "data-chart": spec.id },
-      make("div", { class: "head" }, make("h3", {}, spec.title), this.legend), this.svg, this.tip);
+      make("div", { class: "head" }, make("h3", {}, spec.title), this.legend, saveButtons(this)), this.svg, this.tip);
     this.height = isFirst ? 310 : 200;
     this.listen();
   }

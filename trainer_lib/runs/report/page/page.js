@@ -107,6 +107,7 @@ class Page {
   }
 
   tablesOf(run) {
+    const samples = sampleTable(run);
     const tables = [evaluationTable(run), checkpointTable(run)].filter(Boolean);
     if (run.traceback) {
       const text = make("pre", { class: "scroll code", tabindex: 0 }, run.traceback);
@@ -114,7 +115,7 @@ class Page {
       requestAnimationFrame(() => { text.scrollTop = text.scrollHeight; }); // the error stands at its end
     }
     if (tables.some((section) => section.classList.contains("wide"))) tables.forEach((section) => section.classList.add("wide"));
-    return [tables.length ? make("div", { class: "columns" }, tables) : null, eventTable(run)].filter(Boolean);
+    return [tables.length ? make("div", { class: "columns" }, tables) : null, samples, eventTable(run)].filter(Boolean);
   }
 
   settingsTables(isOnly) {
@@ -151,7 +152,7 @@ class Page {
       make("fieldset", {}, make("legend", { class: "unseen" }, "Axis"), make("span", { class: "choice" }, AXES.map(([value, text]) => choice("axis", value, text)))),
       make("label", {}, "Smoothing", slider, shown), box("log", "Log scale"), box("events", "Events"),
       make("span", { class: "end" }, make("button", { id: "unzoom", type: "button", hidden: !settings.zoom, onclick: () => this.zoom(null) }, "Show everything"),
-        make("button", { id: "theme", type: "button", onclick: switchTheme }, themeWord())));
+        themeButton()));
   }
 
   // -- live ---------------------------------------------------------------------------------------------------
@@ -192,20 +193,5 @@ function shownMarks(run) {
   return run.marks.filter(({ kind, step }) => kind in KINDS && !(kind === "save" && best.has(step)));
 }
 
-// -- light and dark ---------------------------------------------------------------------------------------------
-
-const isDark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-const themeWord = () => (isDark() ? "Light" : "Dark");
-
-function switchTheme() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  document.getElementById("theme").textContent = themeWord();
-  try { localStorage.setItem("theme", document.documentElement.dataset.theme); } catch (error) { /* a file may have no storage */ }
-}
-
-try {
-  const kept = localStorage.getItem("theme");
-  if (kept === "dark" || kept === "light") document.documentElement.dataset.theme = kept;
-} catch (error) { /* the same */ }
 const page = new Page(JSON.parse(document.getElementById("data").textContent));
 if (page.data.live) setTimeout(() => page.poll(), 2000);

@@ -11,7 +11,34 @@ function table(head, rows, label) {
 }
 
 function card(title, id, ...children) {
-  return make("section", { class: "card", id }, make("h2", {}, title), ...children);
+  return make("section", { class: "card", id }, make("div", { class: "with-copy" }, make("h2", {}, title), copyButton(title)), ...children);
+}
+
+// Copies the table of a card as text that spreadsheets take: a line for each row, with tabs between cells.
+function copyButton(title) {
+  const button = make("button", { type: "button", class: "copy", "aria-label": `Copy ${title.toLowerCase()}`, onclick: async () => {
+    const copied = await copyText(tableText(button.closest(".card").querySelector("table")));
+    button.textContent = copied ? "Copied" : "Not copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  } }, "Copy");
+  return button;
+}
+
+const tableText = (table) => [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.replace(/\u200b/g, "").replace(/\s+/g, " ").trim()).join("\t")).join("\n");
+
+async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch (error) { // not allowed, or no secure page
+    const area = make("textarea", { class: "unseen" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    return copied;
+  }
 }
 
 function evaluationTable(run) {
@@ -44,6 +71,26 @@ function eventTable(run) {
   return card("Events", null, table([["event", ""], ["step", "number"], ["when", ""], ["", ""]], body, `Events of ${run.name}`));
 }
 
+// What callbacks recorded as tables: samples with their predictions, one evaluation at a time.
+function sampleTable(run) {
+  if (!run.samples.length) return null;
+  const parts = run.samples.map(({ name, records, left_out: leftOut }) => {
+    const body = make("div", {}), told = make("output", {}, "");
+    const slider = make("input", { type: "range", min: 0, max: records.length - 1, value: records.length - 1, "aria-label": `Step of ${name}`, oninput: () => show() });
+    function show() {
+      const { step, columns, rows } = records[Number(slider.value)];
+      told.textContent = `step ${step.toLocaleString("en-US")}`;
+      body.replaceChildren(table(columns.map((column) => [column, ""]), rows.map((row) => make("tr", {}, row.map(sampleCell))), `${name} at step ${step}`));
+    }
+    show();
+    const hint = leftOut ? make("span", {}, `${leftOut.toLocaleString("en-US")} earlier ones are in the history`) : null;
+    return [make("div", { class: "sample-step" }, make("h3", {}, name), records.length > 1 ? slider : null, told, hint), body];
+  });
+  return card("Samples", "samples", ...parts.flat());
+}
+
+const sampleCell = (value) => (value && value.image ? make("td", {}, make("img", { class: "sample", src: value.image, alt: value.text, title: value.text })) : cell(String(value), "sample"));
+
 // Where a run stands: no two runs have it in common, and no result depends on it.
 const PLACES = new Set(["output_dir", "run_name", "resume", "folder", "script", "command"]);
 
@@ -68,7 +115,7 @@ function settingsTable(title, field, runs, id) {
   }
   show();
   const head = isComparison ? make("thead", {}, make("tr", {}, make("th", { scope: "col" }, ""), runs.map((run) => make("th", { scope: "col" }, run.name)))) : null;
-  return make("section", { class: "card", id }, make("div", { class: "with-search" }, make("h2", {}, title),
+  return make("section", { class: "card", id }, make("div", { class: "with-search" }, make("h2", {}, title), copyButton(title),
     isComparison ? make("label", {}, only, anyDiffers ? "only what differs" : "only what differs (nothing does)") : null, search), none,
     make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, make("table", {}, head, body)));
 }
