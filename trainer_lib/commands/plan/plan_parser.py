@@ -78,6 +78,8 @@ def changed_arguments(args: argparse.Namespace) -> dict[str, object]:
     given |= {name: value for name in values if (value := getattr(args, name, None)) is not None}
     if args.optimizer is not None:
         given["optimizer_kwargs"] = {}  # those of another one
+    if args.optimizer_in_backward:  # which excludes them
+        given |= {"max_grad_norm": None, "on_nonfinite": "raise"}
     if args.batch_size is not None:
         given["per_device_train_batch_size"] = args.batch_size
     if args.gradient_accumulation_steps is not None:
