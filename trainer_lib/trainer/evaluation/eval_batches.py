@@ -11,6 +11,7 @@ from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError
 from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, real_rows, take_rows
+from trainer_lib.trainer.data.compiled_batches import CompiledBatches
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.safety.error_context import add_note
 
@@ -26,10 +27,11 @@ class EvalBatches:
         dispatcher: The callbacks.
         step: Returns an `EvaluationOutput` for a model and a batch.
         in_lockstep: Whether all ranks must make the same number of steps.
+        compiled: How a compiled model runs a batch.
     """
 
-    def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool) -> None:
-        self._dispatcher, self._step, self._in_lockstep = dispatcher, step, in_lockstep
+    def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool, compiled: CompiledBatches) -> None:
+        self._dispatcher, self._step, self._in_lockstep, self._compiled = dispatcher, step, in_lockstep, compiled
         self.is_interrupted = False  # whether the last set was left before its end
         self._current: tuple[Any, int | None] = None, None  # the current batch, and its number of samples
         self._fits: int | None = None  # the rows that fit into memory at once; None: all batches fit so far
@@ -49,7 +51,11 @@ class EvalBatches:
             if begins:
                 self._dispatcher.fire(begin, run)
             try:
-                parts = self._parts(run, model, run.batch)
+                if self._compiled.compiles:
+                    with self._compiled.stance(run.batch, is_last=loader.end_of_dataloader):
+                        parts = self._parts(run, model, run.batch)
+                else:
+                    parts = self._parts(run, model, run.batch)
             except Exception as error:
                 add_note(error, f"batch {number} of {set_label}", run.batch, models, _SMALLER)
                 raise

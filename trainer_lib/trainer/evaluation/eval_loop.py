@@ -18,6 +18,7 @@ from trainer_lib.foundation.errors import (
     DistributedOperationException,
 )
 from trainer_lib.foundation.lengths import length_of
+from trainer_lib.trainer.data.compiled_batches import CompiledBatches
 from trainer_lib.trainer.evaluation.eval_batches import EvalBatches, Step
 from trainer_lib.trainer.evaluation.eval_loaders import prepared_for_evaluation
 from trainer_lib.trainer.evaluation.eval_mode import eval_mode
@@ -74,7 +75,8 @@ class Evaluator:
     def __init__(self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step) -> None:
         self._accelerator, self._dispatcher = accelerator, dispatcher
         in_lockstep = accelerator.strategy.is_in_lockstep
-        self._batches = EvalBatches(dispatcher, step, in_lockstep)
+        compiled = CompiledBatches(accelerator.state.dynamo_plugin)
+        self._batches = EvalBatches(dispatcher, step, in_lockstep, compiled)
 
     def prepared(self, loader: DataLoader[Any]) -> PreparedLoader:
         """Return a loader that is sharded across ranks and not saved in checkpoints."""

@@ -13,6 +13,7 @@ from trainer_lib.local_sgd import LocalSGD
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.checkpoints.overlapped_saves import OverlappedSaves
 from trainer_lib.trainer.checkpoints.rewind import Rewind
+from trainer_lib.trainer.data.compiled_batches import CompiledBatches
 from trainer_lib.trainer.data.train_batches import TrainBatches
 from trainer_lib.trainer.fit.actions import Actions
 from trainer_lib.trainer.fit.context import FitContext
@@ -78,6 +79,7 @@ class TrainLoop:
         self.window, self.actions, self.rounds = UpdateWindow(context), actions, rounds
         self.pipeline = PipelineWindow(context)
         self.gradients, self.overlapped_saves = GradientCheck(context), OverlappedSaves(context)
+        self.compiled = CompiledBatches(context.accelerator.state.dynamo_plugin)
         self.background_saves = context.accelerator.checkpoints.background
         self.is_between_updates = False
 
@@ -155,7 +157,11 @@ class TrainLoop:
             control.skip_batch = False
             return
         try:
-            result = self.training_step(run.model, run.batch)
+            if self.compiled.compiles:
+                with self.compiled.stance(run.batch, is_last=self.loader.end_of_dataloader):
+                    result = self.training_step(run.model, run.batch)
+            else:
+                result = self.training_step(run.model, run.batch)
         except Exception as error:
             add_note(error, f"step {run.state.step + 1}", run.batch, self.models)
             raise
