@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer_lib.checkpointing.save.retention import delete_older, steps_to_keep
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.filesystem.remote_paths import path_at
@@ -85,6 +84,8 @@ class Checkpoint(Callback):
             run.control.save_reasons.add("best")
 
     def on_save_end(self, run: Run, folder: Path) -> None:
+        from trainer_lib.checkpointing.save.retention import delete_older
+
         checkpoints = run.state.checkpoints
         kept = self._steps_kept(run)
         run.state.checkpoints = [entry for entry in checkpoints if entry["step"] in kept]
@@ -120,6 +121,8 @@ class Checkpoint(Callback):
             run.control.save_reasons.add("best")
 
     def _steps_kept(self, run: Run) -> set[int]:
+        from trainer_lib.checkpointing.save.retention import steps_to_keep
+
         best = set() if run.state.best is None else {run.state.best.step}
         metric = self._metric(run)
         is_greater_better = metric is not None and self._sign(run) > 0

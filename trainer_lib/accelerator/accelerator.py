@@ -11,19 +11,16 @@ from torch.optim import Optimizer
 from trainer_lib.accelerator import construction
 from trainer_lib.accelerator.absent_engines import AbsentEngines
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
-from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.accelerator.megatron_lm.engine import computes_gradients, undo_engine
 from trainer_lib.accelerator.prepare_methods import PrepareMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.accelerator.sequence_methods import SequenceMethods
 from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
-from trainer_lib.accelerator.uneven_inputs import joined
 from trainer_lib.accelerator.weighted_backward import WeightedBackward, WeightedLoss
 from trainer_lib.context_parallel import sequence_split
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
-from trainer_lib.memory import release_memory
 from trainer_lib.modules.compilation import undo_compilation
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation_options import GradientAccumulationPlugin, accumulation_plugin
@@ -31,7 +28,6 @@ from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.compile_options import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs
@@ -50,6 +46,7 @@ from trainer_lib.strategies import choose_strategy
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _logger = get_logger(__name__)
@@ -126,6 +123,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         scheduler_steps_per_process: bool = False,
         **older_arguments: Any,
     ) -> None:
+        from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
+
         construction.check_names(older_arguments, Accelerator.__init__)
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
@@ -227,7 +226,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         return self.precision.scaler
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
         """The active plugin of DeepSpeed; `None` if models are trained without it."""
         return self.state.deepspeed_plugin
 
@@ -313,6 +312,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             ...         optimizer.step()
             ...         optimizer.zero_grad()
         """
+        from trainer_lib.accelerator.uneven_inputs import joined
+
         return joined(self.engine, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -469,6 +470,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             >>> model = accelerator.prepare(torch.nn.Linear(2, 2))
             >>> (model,) = accelerator.free_memory(model)
         """
+        from trainer_lib.memory import release_memory
+
         self.release()
         return release_memory(*objects)
 

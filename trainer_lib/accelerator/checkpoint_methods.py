@@ -2,18 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, Facts, LoadHook, SaveHook
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.strategies import Strategy
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, Facts, LoadHook, SaveHook
 
 
 class CheckpointMethods(CollectiveMethods):
@@ -22,7 +24,7 @@ class CheckpointMethods(CollectiveMethods):
     project_configuration: ProjectConfiguration
     prepared: Prepared
     strategy: Strategy
-    checkpoints: Checkpoints
+    checkpoints: "Checkpoints"
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -67,7 +69,7 @@ class CheckpointMethods(CollectiveMethods):
             )
         self.prepared.custom_objects.extend(objects)
 
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+    def register_save_state_pre_hook(self, hook: "SaveHook") -> RemovableHandle:
         """Have `save_state` call `hook(models, weights, output_dir)` on all ranks before it writes.
 
         The hook may change weights, remove weights so that they are not written, and write files into `output_dir`.
@@ -75,7 +77,7 @@ class CheckpointMethods(CollectiveMethods):
         """
         return self.checkpoints.on_save(hook)
 
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+    def register_load_state_pre_hook(self, hook: "LoadHook") -> RemovableHandle:
         """Have `load_state` call `hook(models, input_dir)` on all ranks before it loads.
 
         Models that the hook removes from the list are not loaded. Call `remove()` of the returned handle to unregister
@@ -83,7 +85,7 @@ class CheckpointMethods(CollectiveMethods):
         """
         return self.checkpoints.on_load(hook)
 
-    def register_state_facts(self, facts: Facts) -> RemovableHandle:
+    def register_state_facts(self, facts: "Facts") -> RemovableHandle:
         """Have `save_state` write what `facts()` returns into the manifest, for `trainer-lib checkpoint list`.
 
         `save_state` calls it on all ranks. Known facts: run_id, step, epoch, samples, items, arguments, reasons,

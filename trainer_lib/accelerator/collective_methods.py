@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from trainer_lib import collectives
-from trainer_lib.collectives.gather_for_metrics import gather_real_objects, gather_real_rows
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
@@ -136,6 +135,8 @@ class CollectiveMethods(ProcessControl):
             >>> accelerator.gather_for_metrics(torch.tensor([1, 0, 1]))
             tensor([1, 0, 1])
         """
+        from trainer_lib.collectives.gather_for_metrics import gather_real_objects, gather_real_rows
+
         loader = self.gradient_state.active_dataloader
         rows = None if loader is None else loader.rows
         return gather_real_objects(input_data, rows) if use_gather_object else gather_real_rows(input_data, rows)

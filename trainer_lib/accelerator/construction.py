@@ -13,8 +13,6 @@ from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
-from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DynamoBackend, RNGType
 from trainer_lib.options.fp8_options import (
     AORecipeKwargs,
@@ -33,6 +31,7 @@ from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.strategies.registry import registered_options
 
 if TYPE_CHECKING:
+    from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _logger = get_logger(__name__)
@@ -138,16 +137,17 @@ def megatron_lm_plugin(plugin: Any) -> "MegatronLMPlugin | None":
     return plugin
 
 
-def deepspeed_plugins(plugin: Any, plugins: Any) -> DeepSpeedPlugins | None:
+def deepspeed_plugins(plugin: Any, plugins: Any) -> "DeepSpeedPlugins | None":
     """Return the DeepSpeed plugins, given under one of two names or asked for by the launcher, or `None`."""
     if plugin is not None and plugins is not None:
         raise ConfigurationError("Accelerator got both deepspeed_plugin and deepspeed_plugins. Give one.")
     given = plugins if plugin is None else plugin
-    if given is None:
-        if not environment.deepspeed_requested():
-            return None
-        given = DeepSpeedPlugin()  # of the launcher's values
-    made = DeepSpeedPlugins(given)
+    if given is None and not environment.deepspeed_requested():
+        return None
+    from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+    from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+
+    made = DeepSpeedPlugins(DeepSpeedPlugin() if given is None else given)  # without one: of the launcher's values
     if made.shards and not is_deepspeed_available():
         raise MissingPackageError(
             f"DeepSpeedPlugin(zero_stage={made.active.zero_stage}) needs DeepSpeed, which is not installed: "

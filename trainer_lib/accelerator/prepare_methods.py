@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
-from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
 from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_windows
 from trainer_lib.accelerator.megatron_lm.loaders import of_windows, with_datasets
 from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
@@ -18,7 +17,6 @@ from trainer_lib.accelerator.megatron_lm.schedule import schedule_of
 from trainer_lib.accelerator.optimizer_in_backward import OptimizerInBackward
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
-from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations, save_activation_memory
@@ -28,7 +26,6 @@ from trainer_lib.modules.quantized_layers import keep_unpacked
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
 from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.options.data_options import DataLoaderConfiguration
-from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler
 from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.precision import FullPrecision
 from trainer_lib.scheduler import AcceleratedScheduler
@@ -105,6 +102,9 @@ class PrepareMethods(CollectiveMethods):
             *args: The objects to prepare, in any number and order.
             device_placement: For each object, whether to move it to the device.
         """
+        from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
+        from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler
+
         if device_placement is None:
             device_placement = [None] * len(args)
         elif not isinstance(device_placement, Sequence) or len(device_placement) != len(args):
@@ -218,6 +218,8 @@ class PrepareMethods(CollectiveMethods):
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
+        from trainer_lib.data_loader import prepare_data_loader
+
         if self.prepared.holds(data_loader):
             return data_loader
         self.prepared.check_new([data_loader])
@@ -249,6 +251,8 @@ class PrepareMethods(CollectiveMethods):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole."""
+        from trainer_lib.data_loader import skip_first_batches
+
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:

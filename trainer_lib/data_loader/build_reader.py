@@ -11,7 +11,6 @@ from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard,
 from trainer_lib.data_loader.order.batch_slicing import Slicing
 from trainer_lib.data_loader.order.epoch_order import iterates_as, with_samplers
 from trainer_lib.data_loader.order.samples_per_rank import Sharing
-from trainer_lib.data_loader.readers.iterable_reader import IterableReader
 from trainer_lib.data_loader.readers.map_reader import MapReader
 from trainer_lib.data_loader.readers.reader import Reader
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
@@ -167,6 +166,8 @@ def _map_reader(
 def _iterable_reader(
     loader: DataLoader[Any], split: RankSplit, seed_each_sample: bool
 ) -> tuple[Reader, Slicing | None]:
+    from trainer_lib.data_loader.readers.iterable_reader import IterableReader
+
     if seed_each_sample:
         check_can_seed(loader)
     is_batched = loader.batch_sampler is not None

@@ -521,3 +521,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def __repr__(self) -> str:
         """Return the loader inside, and the rank that reads it."""
         return f"{type(self).__name__}({self._reader.loader!r}, rank {self._reader.rank} of {self._processes})"
+
+
+DataLoaderAdapter = PreparedLoader  # its name in Accelerate, which scripts ask for

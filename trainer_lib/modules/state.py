@@ -8,11 +8,6 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.modules.names import canonical_name, class_name
-from trainer_lib.modules.offloaded_state import (
-    differing_offloaded_weights,
-    get_state_dict_offloaded_model,
-    offloaded_names,
-)
 
 _SHOWN = 4  # names in a message
 
@@ -25,6 +20,8 @@ def module_state(module: nn.Module) -> dict[str, Any]:
         >>> list(module_state(torch.compile(module, backend="eager")))
         ['weight']
     """
+    from trainer_lib.modules.offloaded_state import get_state_dict_offloaded_model
+
     state = get_state_dict_offloaded_model(inner_module(module))
     return {canonical_name(name): value for name, value in state.items()}
 
@@ -36,6 +33,8 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
         StateError: If names (with `strict`) or shapes differ, or the values of offloaded weights, which cannot be
             replaced; the module is then unchanged.
     """
+    from trainer_lib.modules.offloaded_state import differing_offloaded_weights, offloaded_names
+
     module = inner_module(module)
     check_fits(module, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}, strict, state)
     names = {canonical_name(name): name for name in module.state_dict(keep_vars=True)}

@@ -9,8 +9,6 @@ from weakref import WeakSet
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
-from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
-from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import check_precision
@@ -21,6 +19,8 @@ from trainer_lib.state.partial_state import PartialState
 from trainer_lib.state.rank_control import ProcessControl
 
 if TYPE_CHECKING:
+    from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+    from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _HOW_TO_FREE = (
@@ -53,7 +53,7 @@ class AcceleratorState(ProcessControl):
     _living: ClassVar["WeakSet[AcceleratorState]"] = WeakSet()  # each Accelerator has one
 
     _arrangement: Arrangement
-    _deepspeed: DeepSpeedPlugins | None
+    _deepspeed: "DeepSpeedPlugins | None"
     _megatron_lm: "MegatronLMPlugin | None"
     _asked: tuple[Any, ...]
     _dynamo_plugin: TorchDynamoPlugin
@@ -157,16 +157,16 @@ class AcceleratorState(ProcessControl):
         return self._dynamo_plugin
 
     @property
-    def deepspeed_plugins(self) -> DeepSpeedPlugins | None:
+    def deepspeed_plugins(self) -> "DeepSpeedPlugins | None":
         """The plugins of DeepSpeed; `None` if models are trained without it."""
         return self._shared_state.get("_deepspeed")
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
         """The plugin of DeepSpeed that is active; `None` if models are trained without it."""
         return None if self.deepspeed_plugins is None else self.deepspeed_plugins.active
 
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+    def get_deepspeed_plugin(self, name: str) -> "DeepSpeedPlugin":
         """Return one of several DeepSpeed plugins by its name."""
         return _given(self.deepspeed_plugins).get(name)
 
@@ -280,7 +280,7 @@ class AcceleratorState(ProcessControl):
             self._environment.enter_context(environment.patch_environment(**variables))
 
 
-def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+def get_active_deepspeed_plugin(state: AcceleratorState) -> "DeepSpeedPlugin":
     """Return the active plugin of DeepSpeed.
 
     Raises:
@@ -289,17 +289,20 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     return _given(state.deepspeed_plugins).active
 
 
-def _deepspeed_plugins(given: Any) -> DeepSpeedPlugins | None:
-    return given if given is None or isinstance(given, DeepSpeedPlugins) else DeepSpeedPlugins(given)
+def _deepspeed_plugins(given: Any) -> "DeepSpeedPlugins | None":
+    if given is None:
+        return None
+
+    return given if isinstance(given, DeepSpeedPlugins) else DeepSpeedPlugins(given)
 
 
-def _given(plugins: DeepSpeedPlugins | None) -> DeepSpeedPlugins:
+def _given(plugins: "DeepSpeedPlugins | None") -> "DeepSpeedPlugins":
     if plugins is None:
         raise ConfigurationError("There is no DeepSpeed plugin. Give Accelerator(deepspeed_plugins={name: plugin}).")
     return plugins
 
 
-def _check_alone(deepspeed: DeepSpeedPlugins | None, arrangement: Arrangement) -> None:
+def _check_alone(deepspeed: "DeepSpeedPlugins | None", arrangement: Arrangement) -> None:
     """Raise for what does not work together with DeepSpeed."""
     if deepspeed is None:
         return

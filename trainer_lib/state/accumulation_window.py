@@ -5,13 +5,16 @@ its last micro-batch. Before the update, gradients are multiplied by nominal wei
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.state.gradient_state import GradientState
+
+if TYPE_CHECKING:
+    from trainer_lib.state.gradient_state import GradientState
+
 
 Weight = float | Tensor
 
@@ -88,7 +91,7 @@ class GradientWindow:
         is_local: Whether gradients, weights and the message stay on this rank: it is the only one, or they are not due.
     """
 
-    def __init__(self, state: GradientState, num_ranks: int = 1) -> None:
+    def __init__(self, state: "GradientState", num_ranks: int = 1) -> None:
         self.state = state
         self._num_ranks = num_ranks
         self.is_local = num_ranks == 1

@@ -14,7 +14,6 @@ from trainer_lib.modules.state import inner_module, load_module_state, module_st
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import clip_whole, norm_of_whole, shrink
-from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state
 
 Leftovers = dict[nn.Module, float | Tensor]
 
@@ -278,6 +277,8 @@ class Strategy(ABC):
             models: The prepared models with its parameters; with several models, names begin with the model's number.
             whole: See `model_state`.
         """
+        from trainer_lib.strategies.optimizer_state_names import named_state
+
         del whole
         return named_state(optimizer, [self.bare(model) for model in models])
 
@@ -287,4 +288,6 @@ class Strategy(ABC):
         Raises:
             StateError: If its groups hold other parameters.
         """
+        from trainer_lib.strategies.optimizer_state_names import load_named_state
+
         load_named_state(optimizer, [self.bare(model) for model in models], state)

@@ -1,7 +1,7 @@
 """Choose the strategy for a world of ranks, or one that another package registered."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -9,14 +9,16 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import Strategy
-from trainer_lib.strategies.ddp.ddp import DDP
 from trainer_lib.strategies.single_device import SingleDevice
+
+if TYPE_CHECKING:
+    from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+
 
 _logger = get_logger(__name__)
 
@@ -73,7 +75,7 @@ def choose_strategy(
     mixed_precision: str = "no",
     registered: KwargsHandler | None = None,
     data_group: ProcessGroup | None = None,
-    deepspeed: DeepSpeedPlugins | None = None,
+    deepspeed: "DeepSpeedPlugins | None" = None,
 ) -> Strategy:
     """Return the strategy that the options ask for, else DDP if a launcher started ranks (even one), else none.
 
@@ -110,7 +112,11 @@ def choose_strategy(
 
         _warn_of_unused(ddp, "FSDP shards the models")
         return FSDP(group, device, fsdp, parallelism, mixed_precision)
-    return (SingleDevice if distributed_type == DistributedType.NO else DDP)(group, device, ddp)
+    if distributed_type == DistributedType.NO:
+        return SingleDevice(group, device, ddp)
+    from trainer_lib.strategies.ddp.ddp import DDP
+
+    return DDP(group, device, ddp)
 
 
 def _warn_of_unused(ddp: DistributedDataParallelKwargs | None, reason: str) -> None:

@@ -1,12 +1,15 @@
 """The models of a trainer, prepared once: placed on the device, distributed and compiled."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from trainer_lib.accelerator import Accelerator
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.fit.build_accelerator import adapt_model
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
+
 
 Models = nn.Module | Mapping[str, nn.Module]
 
@@ -21,8 +24,10 @@ class PreparedModels:
     def __init__(self) -> None:
         self.named: dict[str, nn.Module] = {}
 
-    def prepare(self, models: Models, args: TrainingArguments, accelerator: Accelerator) -> None:
+    def prepare(self, models: Models, args: TrainingArguments, accelerator: "Accelerator") -> None:
         """Prepare the models of a trainer."""
+        from trainer_lib.trainer.fit.build_accelerator import adapt_model
+
         named = {"": models} if isinstance(models, nn.Module) else dict(models)
         self.named = {
             name: accelerator.prepare_model(

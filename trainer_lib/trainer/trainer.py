@@ -10,29 +10,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, unknown
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
-from trainer_lib.optimizer import AcceleratedOptimizer
-from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import sum_from_mean
-from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, missing_member
 from trainer_lib.trainer.data import validation_split
-from trainer_lib.trainer.evaluation import eval_calls
-from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.evaluation.prediction_results import Predictions
-from trainer_lib.trainer.fit.build_accelerator import build_accelerator
-from trainer_lib.trainer.losses.batch_loss import BatchLoss
-from trainer_lib.trainer.losses.label_shift import LabelShift
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.model_io import count_items
 from trainer_lib.trainer.metrics.measures import measures_by_set
@@ -41,12 +31,20 @@ from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
 from trainer_lib.trainer.overridable import overridable
 from trainer_lib.trainer.publish.publish_methods import PublishMethods
 from trainer_lib.trainer.publish.save_pretrained import read_arguments
-from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.deadline import AUTO
 from trainer_lib.trainer.safety.module_buffers import no_gradients_of
 from trainer_lib.trainer.tools import check_request
 from trainer_lib.trainer.tools.tool_methods import ToolMethods
 from trainer_lib.trainer.trainer_interface import TrainerParts
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
+    from trainer_lib.optimizer import AcceleratedOptimizer
+    from trainer_lib.scheduler import AcceleratedScheduler
+    from trainer_lib.trainer.evaluation.prediction_results import Predictions
+    from trainer_lib.trainer.losses.label_shift import LabelShift
+    from trainer_lib.trainer.result import FitResult
+
 
 _logger = get_logger(__name__)
 
@@ -112,8 +110,13 @@ class Trainer(ToolMethods, PublishMethods):
         optimizer: Any = None,
         scheduler: Any = None,
         callbacks: Sequence[Callback | Any] | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: "Accelerator | None" = None,
     ) -> None:
+        from trainer_lib.trainer import defaults
+        from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+        from trainer_lib.trainer.fit.build_accelerator import build_accelerator
+        from trainer_lib.trainer.losses.batch_loss import BatchLoss
+
         self.args = at_construction.checked_arguments(args).effective()
         self.model = at_construction.checked_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -190,7 +193,7 @@ class Trainer(ToolMethods, PublishMethods):
     # -- methods to call -----------------------------------------------------------------------------------------
 
     @explains_foreign_calls
-    def fit(self, resume: str | AnyPath | None = None) -> FitResult:
+    def fit(self, resume: str | AnyPath | None = None) -> "FitResult":
         """Train.
 
         Args:
@@ -219,12 +222,14 @@ class Trainer(ToolMethods, PublishMethods):
             prefix: The prefix of the metrics' names (Hugging Face's `metric_key_prefix`).
             **generation_kwargs: With `predict_with_generate`, more arguments of `generate`: `max_length=64`.
         """
+        from trainer_lib.trainer.evaluation import eval_calls
+
         return eval_calls.evaluate(self, dataset, prefix, generation_kwargs)
 
     @explains_foreign_calls
     def predict(
         self, dataset: Any, to: str | Path | None = None, prefix: str = "predict", **generation_kwargs: Any
-    ) -> Predictions:
+    ) -> "Predictions":
         """Return the predictions in the order of the dataset, and, if it has labels, the loss and `compute_metrics`.
 
         Args:
@@ -234,6 +239,8 @@ class Trainer(ToolMethods, PublishMethods):
             prefix: The prefix of the metrics' names (Hugging Face's `metric_key_prefix`).
             **generation_kwargs: With `predict_with_generate`, more arguments of `generate`: `max_length=64`.
         """
+        from trainer_lib.trainer.evaluation import eval_calls
+
         return eval_calls.predict(self, dataset, to, prefix, generation_kwargs)
 
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
@@ -287,12 +294,12 @@ class Trainer(ToolMethods, PublishMethods):
         return self.run.state
 
     @property
-    def optimizers(self) -> dict[str, AcceleratedOptimizer]:
+    def optimizers(self) -> "dict[str, AcceleratedOptimizer]":
         """The prepared optimizers by name; a single one is called "default"."""
         return self.run.optimizers
 
     @property
-    def schedulers(self) -> dict[str, AcceleratedScheduler]:
+    def schedulers(self) -> "dict[str, AcceleratedScheduler]":
         """The prepared schedules, by the names of their optimizers."""
         return self.run.schedulers
 
@@ -328,6 +335,8 @@ class Trainer(ToolMethods, PublishMethods):
     @overridable
     def evaluation_step(self, model: Any, batch: Any) -> EvaluationOutput:
         """Return the loss, predictions and labels of a batch, without gradients."""
+        from trainer_lib.trainer import defaults
+
         return defaults.evaluation_output(self, model, batch)
 
     @overridable
@@ -339,6 +348,8 @@ class Trainer(ToolMethods, PublishMethods):
     @overridable
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
         """Return the optimizer of the trainable parameters, or several optimizers by name."""
+        from trainer_lib.trainer import defaults
+
         return defaults.optimizers(self)
 
     @overridable
@@ -350,31 +361,41 @@ class Trainer(ToolMethods, PublishMethods):
             total_steps: The number of updates of the run; `None` where it is not known.
             name: The name of the optimizer, if there are several.
         """
+        from trainer_lib.trainer import defaults
+
         return defaults.scheduler(self, name, optimizer, total_steps)
 
     @overridable
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training data, before it is sharded across ranks."""
+        from trainer_lib.trainer import defaults
+
         return defaults.train_loader(self, self.train_dataset)
 
     @overridable
     def eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
         """Return the loader of evaluation data, before it is sharded across ranks."""
+        from trainer_lib.trainer import defaults
+
         return defaults.eval_loader(self, dataset)
 
     @property
     def unwrapped_model(self) -> nn.Module:
         """The user's model; the first if there are several."""
+        from trainer_lib.trainer import defaults
+
         return self.accelerator.unwrap_model(defaults.prepare_models(self).listed[0])
 
     @functools.cached_property
-    def label_shift(self) -> LabelShift:
+    def label_shift(self) -> "LabelShift":
         """Whether the model compares each position with the label of the next."""
+        from trainer_lib.trainer.losses.label_shift import LabelShift
+
         return LabelShift(self.unwrapped_model, self.loss_fn is not None, self.args.label_names)
 
     # -- private -------------------------------------------------------------------------------------------------
 
-    def _optimizers(self, names: str | Sequence[str] | None) -> list[AcceleratedOptimizer]:
+    def _optimizers(self, names: str | Sequence[str] | None) -> "list[AcceleratedOptimizer]":
         optimizers = self.run.optimizers
         wanted = [names] if isinstance(names, str) else list(optimizers if names is None else names)
         for name in wanted:

@@ -3,25 +3,27 @@
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.losses.batch_loss import BatchLoss
-from trainer_lib.trainer.losses.label_shift import LabelShift
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.metrics.running_means import RunningMeans
 from trainer_lib.trainer.prepared_models import PreparedModels
-from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
+    from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+    from trainer_lib.trainer.losses.batch_loss import BatchLoss
+    from trainer_lib.trainer.losses.label_shift import LabelShift
+    from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 
 @dataclass(eq=False)
@@ -41,12 +43,12 @@ class TrainerParts:
         in_sandbox: Whether a tool, such as the learning-rate finder, trains.
     """
 
-    loss: BatchLoss
+    loss: "BatchLoss"
     evaluation: EvaluationPlan
-    evaluator: Evaluator
+    evaluator: "Evaluator"
     means: RunningMeans
     models: PreparedModels = field(default_factory=PreparedModels)
-    guard: NonFiniteGuard | None = None
+    guard: "NonFiniteGuard | None" = None
     run_folder: AnyPath | None = None
     generation_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_fitted: bool = False
@@ -67,7 +69,7 @@ class TrainerInterface(Protocol):
     compute_metrics: Callable[[Any], Mapping[str, float]] | None
     optimizer: Any
     scheduler: Any
-    accelerator: Accelerator
+    accelerator: "Accelerator"
     events: Dispatcher
     run: Run
     parts: TrainerParts
@@ -88,7 +90,7 @@ class TrainerInterface(Protocol):
         ...
 
     @functools.cached_property
-    def label_shift(self) -> LabelShift:
+    def label_shift(self) -> "LabelShift":
         """Whether the model compares each position with the label of the next."""
         ...
 

@@ -16,17 +16,13 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, cast
 
-from trainer_lib.device_map import MAPS
 from trainer_lib.filesystem.remote_paths import RemotePath, is_url, path_at
-from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.precision_options import check_precision
 from trainer_lib.options.recompute_policy import check_policy
 from trainer_lib.processes.exit_codes import REQUESTS
 from trainer_lib.trainer.arguments.type_hints import choices, has_fields, members
@@ -245,6 +241,8 @@ def folder(name: str, value: Any) -> str:
 
 def device_map(name: str, value: Any) -> str | dict[str, int | str]:
     """The name of a device map, or the device of each module by name."""
+    from trainer_lib.device_map import MAPS
+
     if isinstance(value, str):
         return choice(*MAPS)(name, value)
     if not isinstance(value, Mapping) or not value:
@@ -254,6 +252,8 @@ def device_map(name: str, value: Any) -> str | dict[str, int | str]:
 
 def memory_limits(name: str, value: Any) -> dict[int | str, int | str]:
     """How much memory of each device may be used."""
+    from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
+
     if not isinstance(value, Mapping) or not value:
         raise _refusal(name, value, 'the memory of each device, such as {0: "10GB", "cpu": "30GB"}')
     limits = {_device(f"{name}'s key", device): limit for device, limit in cast("Any", value).items()}
@@ -481,6 +481,8 @@ def schedule_name(name: str, value: Any) -> str:
 
 def precision(name: str, value: Any) -> str:
     """Names of precisions."""
+    from trainer_lib.options.precision_options import check_precision
+
     return check_precision(value, name)
 
 
@@ -493,6 +495,8 @@ def sharding(name: str, value: Any) -> Any:
 
 def deepspeed(name: str, value: Any) -> Any:
     """DeepSpeed's config: a path, a dict or a plugin."""
+    from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+
     if isinstance(value, os.PathLike):
         value = os.fspath(cast("os.PathLike[str]", value))
     if isinstance(value, Mapping):

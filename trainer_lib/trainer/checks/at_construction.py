@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_lib.accelerator import Accelerator
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -249,6 +248,8 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
     Raises:
         ConfigurationError: If it is not an Accelerator, or an argument contradicts it.
     """
+    from trainer_lib.accelerator import Accelerator
+
     if not isinstance(accelerator, Accelerator):
         hint = " Give an object: Accelerator(…)." if isinstance(accelerator, type) else ""
         if isinstance(accelerator, str):

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import nn
 
-from trainer_lib.events.callback import EVENTS
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
@@ -148,6 +147,8 @@ def check_overrides(trainer: object, base: type, verbs: Iterable[str], options: 
 
 
 def _instead(name: str, value: Any, verbs: Sequence[str], hidden: set[str], members: set[str]) -> str | None:
+    from trainer_lib.events.callback import EVENTS
+
     if name in hidden and not isinstance(value, property):
         return f"{name} is an argument of the constructor, which hides it: give Trainer(…, {name}=…)."
     if not inspect.isroutine(value):

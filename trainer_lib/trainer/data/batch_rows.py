@@ -1,6 +1,6 @@
 """Counting and slicing the rows of a batch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -9,7 +9,9 @@ from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.data_loader.order.samples_per_rank import TAKING_PART
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import leaves, map_leaves, named_leaves
-from trainer_lib.state.gradient_state import Rows
+
+if TYPE_CHECKING:
+    from trainer_lib.state.gradient_state import Rows
 
 
 def count_rows(batch: Any) -> int | None:
@@ -52,7 +54,7 @@ def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> An
     )
 
 
-def real_rows(batch: Any, rows: Rows) -> Any:
+def real_rows(batch: Any, rows: "Rows") -> Any:
     """Return a batch without the rows that repeat samples, or two of these rows if it has no others.
 
     A rank without samples of its own still runs the model, with weight 0, and BatchNorm needs two rows.

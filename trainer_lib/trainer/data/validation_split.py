@@ -6,8 +6,6 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.lengths import length_of
-from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _SEED = 0  # not the run's seed: runs with different seeds evaluate on the same rows
@@ -44,6 +42,9 @@ def split(data: Any, share: float) -> tuple[Any, Any]:
         >>> len(train), len(held_out), sorted([*train, *held_out]) == list(range(10))
         (8, 2, True)
     """
+    from trainer_lib.foundation.lengths import length_of
+    from trainer_lib.trainer.data.datasets import as_dataset
+
     setting = f"validation_split={share:g}"
     if isinstance(data, DataLoader):
         raise ConfigurationError(f"{setting} splits a dataset, and train_dataset is a DataLoader. Give its dataset.")

@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer_lib.data_loader.readers.probe import samples_at
 from trainer_lib.events import Run
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
@@ -169,6 +168,8 @@ def _is_one_set(trainer: EvaluatedTrainer, given: Mapping[Any, Any], option: str
 
 def _columns(train_dataset: Any) -> set[Any] | None:
     """Return the column names of training samples: none for rows and tuples, `None` if they are not known."""
+    from trainer_lib.data_loader.readers.probe import samples_at
+
     data = _data(train_dataset)
     if data is None or isinstance(data, IterableDataset):
         return None

@@ -10,7 +10,6 @@ from trainer_lib.foundation.duration import NEVER
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.optim.optimizer_packages import PATHS
 
 
@@ -286,6 +285,8 @@ def _ddp(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 
 @_form("parallelism_config")
 def _parallelism(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    from trainer_lib.parallelism_config import ParallelismConfig
+
     config = arguments["parallelism_config"]
     sizes = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
     options = {name: getattr(config, name) for name in sizes if getattr(config, name, 1) not in (None, 1)}

@@ -7,7 +7,6 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.evaluation.prediction_results import ComputedMetrics
 from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, object_metric, torch_collection
 from trainer_lib.trainer.metrics.running_metrics import FunctionMetric, MeanMetric, named_metric
 
@@ -104,6 +103,8 @@ def computed_metrics(function: Callable[..., Any]) -> Metric:
     The main process alone calls it, with an object that unpacks into predictions and labels (or with both, if it has
     two arguments), and all ranks get its results. The function names the metrics.
     """
+    from trainer_lib.trainer.evaluation.prediction_results import ComputedMetrics
+
     return ComputedMetrics(function)
 
 

@@ -1,6 +1,7 @@
 """Weighted means of logged values, over micro-batches, steps and ranks, until the next log."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,7 +9,10 @@ from torch import Tensor
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from trainer_lib.process_group import ProcessGroup
+
 
 Weight = float | Tensor
 
@@ -29,7 +33,7 @@ class RunningMeans:
         {'accuracy': 0.625}
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: "ProcessGroup", device: torch.device) -> None:
         self._group, self._device = group, device
         self._dtype = sum_dtype(device)
         self._sums: dict[str, float | Tensor] = {}

@@ -11,10 +11,8 @@ from torch import Tensor
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
-from trainer_lib.state.partial_state import PartialState
 from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.metrics.classification import NAMES, classification_metric
 
 Weight = float | Tensor
 Measured = tuple[Tensor | float, Weight]
@@ -58,6 +56,8 @@ class MeanMetric(Metric):
 
     def state(self) -> MeanState:
         """Return the sum, the weight, whether any batch had a value, how many had none, and the rank."""
+        from trainer_lib.state.partial_state import PartialState
+
         return *self._sum.read(), self._num_missing, PartialState().process_index
 
     def result(self, states: Sequence[MeanState]) -> Any:
@@ -188,6 +188,8 @@ def named_metric(kind: str, name: str) -> Metric:
     Raises:
         ConfigurationError: If the kind is unknown.
     """
+    from trainer_lib.trainer.metrics.classification import NAMES, classification_metric
+
     if top := re.fullmatch(r"top_?([1-9]\d*)_accuracy", kind):
         k = int(top[1])
         return MeanMetric(name, lambda output: _top_accuracy(kind, output, k))

@@ -2,30 +2,32 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainer_lib.events import Dispatcher, Run
-from trainer_lib.optimizer import AcceleratedOptimizer
-from trainer_lib.strategies.clip_grad_norm import local_values
+
+if TYPE_CHECKING:
+    from trainer_lib.optimizer import AcceleratedOptimizer
 
 
-def train(optimizers: Iterable[AcceleratedOptimizer]) -> None:
+def train(optimizers: "Iterable[AcceleratedOptimizer]") -> None:
     """Switch optimizers to training mode, unless they are in it."""
     for optimizer in optimizers:
         if not optimizer.is_training:
             optimizer.train()
 
 
-def evaluate(optimizers: Iterable[AcceleratedOptimizer]) -> None:
+def evaluate(optimizers: "Iterable[AcceleratedOptimizer]") -> None:
     """Switch optimizers to evaluation mode permanently, unless they are in it."""
     for optimizer in _in_training(optimizers):
         optimizer.eval()
 
 
 @contextmanager
-def evaluating(optimizers: Iterable[AcceleratedOptimizer]) -> Generator[None]:
+def evaluating(optimizers: "Iterable[AcceleratedOptimizer]") -> Generator[None]:
     """Return a context in which optimizers are in evaluation mode; afterwards the weights are bitwise the same.
 
     Switching modes back and forth rounds the weights, so the training weights are copied and restored.
@@ -48,16 +50,20 @@ def weights_in_use(run: Run, events: Dispatcher) -> Generator[None]:
         yield
 
 
-def _in_training(optimizers: Iterable[AcceleratedOptimizer]) -> list[AcceleratedOptimizer]:
+def _in_training(optimizers: "Iterable[AcceleratedOptimizer]") -> "list[AcceleratedOptimizer]":
     return [optimizer for optimizer in optimizers if optimizer.has_modes and optimizer.is_training]
 
 
 def _copy(parameter: Tensor) -> Tensor:
+    from trainer_lib.strategies.clip_grad_norm import local_values
+
     (value,) = local_values([parameter])
     return value.detach().clone()
 
 
 @torch.no_grad()
 def _restore(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    from trainer_lib.strategies.clip_grad_norm import local_values
+
     for parameter, value in copies:
         local_values([parameter])[0].copy_(value)

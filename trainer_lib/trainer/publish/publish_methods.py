@@ -5,8 +5,6 @@ from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.trainer.defaults import prepare_models
-from trainer_lib.trainer.optim.optimizer_modes import weights_in_use
 from trainer_lib.trainer.publish.save_pretrained import save_model
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
@@ -20,6 +18,9 @@ class PublishMethods:
         Args:
             output_dir: The folder; by default `model` in the run's folder, after `fit` with an `output_dir`.
         """
+        from trainer_lib.trainer.defaults import prepare_models
+        from trainer_lib.trainer.optim.optimizer_modes import weights_in_use
+
         run_folder = self.parts.run_folder
         if output_dir is None and run_folder is None:
             raise ConfigurationError(

@@ -1,0 +1,16 @@
+from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher as DataLoaderDispatcher
+from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard as BatchSamplerShard
+from trainer_lib.data_loader.order.batch_sampler_shard import get_sampler as get_sampler
+from trainer_lib.data_loader.order.samplers import LowMemoryRandomSampler as LowMemoryRandomSampler
+from trainer_lib.data_loader.order.samplers import SeedableRandomSampler as SeedableRandomSampler
+from trainer_lib.data_loader.order.samplers import SkipBatchSampler as SkipBatchSampler
+from trainer_lib.data_loader.prepare import prepare_data_loader as prepare_data_loader
+from trainer_lib.data_loader.prepare import skip_first_batches as skip_first_batches
+from trainer_lib.data_loader.prepared_loader import DataLoaderAdapter as DataLoaderAdapter
+from trainer_lib.data_loader.prepared_loader import PreparedLoader as PreparedLoader
+from trainer_lib.data_loader.readers.iterable_dataset_shard import IterableDatasetShard as IterableDatasetShard
+from trainer_lib.data_loader.shard_loader import DataLoaderShard as DataLoaderShard
+from trainer_lib.data_loader.shard_loader import SkipDataLoader as SkipDataLoader
+from trainer_lib.data_loader.state_mixin import DataLoaderStateMixin as DataLoaderStateMixin
+
+__all__: list[str]
