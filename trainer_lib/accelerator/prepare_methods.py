@@ -10,11 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
-from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_windows
-from trainer_lib.accelerator.megatron_lm.loaders import of_windows, with_datasets
-from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
-from trainer_lib.accelerator.megatron_lm.schedule import schedule_of
-from trainer_lib.accelerator.optimizer_in_backward import OptimizerInBackward
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
@@ -117,16 +112,23 @@ class PrepareMethods(CollectiveMethods):
         )
         megatron_lm = self.state.megatron_lm_plugin
         if megatron_lm is not None:
+            from trainer_lib.accelerator.megatron_lm.loaders import with_datasets
+
             args = with_datasets(self, megatron_lm, args)
         self.prepared.check_new(args)
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
-        prepared = [schedule_of(v, megatron_lm) if isinstance(v, MegatronLMDummyScheduler) else v for v in prepared]
+        if any(isinstance(value, MegatronLMDummyScheduler) for value in prepared):
+            from trainer_lib.accelerator.megatron_lm.schedule import schedule_of
+
+            prepared = [schedule_of(v, megatron_lm) if isinstance(v, MegatronLMDummyScheduler) else v for v in prepared]
         prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) or is_schedule(v) else v for v in prepared]
         # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
         optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
         self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
         if megatron_lm is not None and megatron_lm.computes_windows:
+            from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_windows
+
             let_models_compute_windows(cast(Any, self), prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -180,8 +182,12 @@ class PrepareMethods(CollectiveMethods):
         self.strategy.rebind_parameters(optimizer)
         kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
         if self.state.megatron_lm_plugin is not None:
+            from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
+
             step_as_megatron_lm(optimizer, self.state.megatron_lm_plugin, self.strategy, self.window)
         if self.memory_options.optimizer_in_backward:
+            from trainer_lib.accelerator.optimizer_in_backward import OptimizerInBackward
+
             kind = partial(OptimizerInBackward, strategy=self.strategy)
         prepared: AcceleratedOptimizer = kind(optimizer, place, precision=self.precision, window=self.window)
         self.prepared.optimizers.append(prepared)
@@ -224,7 +230,11 @@ class PrepareMethods(CollectiveMethods):
             return data_loader
         self.prepared.check_new([data_loader])
         config, megatron_lm = self.dataloader_config, self.state.megatron_lm_plugin
-        whole = data_loader if megatron_lm is None else of_windows(data_loader, megatron_lm)
+        whole = data_loader
+        if megatron_lm is not None:
+            from trainer_lib.accelerator.megatron_lm.loaders import of_windows
+
+            whole = of_windows(data_loader, megatron_lm)
         prepared = prepare_data_loader(
             whole,
             self.device,

@@ -9,6 +9,7 @@ _NO_DEVICE = ("cpu", "meta")
 _VISIBLE = {_CUDA: "CUDA_VISIBLE_DEVICES", _XPU: "ZE_AFFINITY_MASK", _NPU: "ASCEND_RT_VISIBLE_DEVICES"}
 # torch has fused kernels of Adam and AdamW for these.
 _WITH_FUSED_ADAM = frozenset({"cpu", _CUDA, _MPS, _XPU})
+FOREACH_NORM = frozenset({"cpu", _CUDA})  # the norms of many tensors are computed by one call; read in each update
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -72,11 +73,6 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def has_fused_adam(device_type: str) -> bool:
     """Whether torch has a fused kernel of Adam and AdamW for a type of device."""
     return device_type in _WITH_FUSED_ADAM
-
-
-def has_foreach_norm(device_type: str) -> bool:
-    """Whether the norms of many tensors are computed by one call."""
-    return device_type in ("cpu", _CUDA)
 
 
 def has_flash_attention(device_type: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_lib.foundation.device_types import has_foreach_norm
+from trainer_lib.foundation.device_types import FOREACH_NORM
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.foundation.foreach import foreach_mul_, foreach_norm
 
@@ -188,7 +188,7 @@ def _norm_of_uniform(gradients: list[Tensor], norm_type: float) -> Tensor | None
     """Return the norm of plain tensors if all have one device and type, else `None`."""
     kinds = {(type(gradient), gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
     kind, device, _, is_sparse = next(iter(kinds)) if len(kinds) == 1 else (None, None, None, True)
-    if kind is not Tensor or device is None or is_sparse or not has_foreach_norm(device.type):
+    if kind is not Tensor or device is None or is_sparse or device.type not in FOREACH_NORM:
         return None
     return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, norm_type)), norm_type)
 
