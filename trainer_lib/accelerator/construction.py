@@ -108,7 +108,7 @@ def check_generators(rng_types: Any) -> None:
         RNGType.read("kind of generator in rng_types", kind)
 
 
-def scaler_of_deepspeed(plugins: DeepSpeedPlugins | None, precision: Any) -> GradScalerKwargs | None:
+def scaler_of_deepspeed(plugins: "DeepSpeedPlugins | None", precision: Any) -> GradScalerKwargs | None:
     """Return the loss scaler that the section `fp16` of a DeepSpeed config describes, if fp16 is used."""
     if plugins is None or str(precision) != "fp16":
         return None

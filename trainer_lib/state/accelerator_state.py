@@ -292,6 +292,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> "DeepSpeedPlugin":
 def _deepspeed_plugins(given: Any) -> "DeepSpeedPlugins | None":
     if given is None:
         return None
+    from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 
     return given if isinstance(given, DeepSpeedPlugins) else DeepSpeedPlugins(given)
 
