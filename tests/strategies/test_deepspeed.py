@@ -425,9 +425,10 @@ def test_all_ranks_skip_a_step_when_the_shard_of_one_overflows() -> None:
         network = Overflowing()
         model, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.5))
         skipped: list[bool] = []
+        norm: Any = None
         for slope in (1.0, 1e36, 1.0):
             accelerator.backward(model(torch.tensor([slope])))
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9) if slope == 1.0 else None
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9) if slope == 1.0 else torch.zeros(())
             optimizer.step()
             skipped.append(optimizer.step_was_skipped)
             optimizer.zero_grad()
@@ -435,7 +436,7 @@ def test_all_ranks_skip_a_step_when_the_shard_of_one_overflows() -> None:
         whole = [value.tolist() for value in weights.values() if accelerator.is_main_process]
         scale = accelerator.scaler.get_scale()
         accelerator.free_memory()
-        return skipped, scale, float(norm), whole
+        return skipped, scale, norm.item(), whole
 
     def all_stages() -> list[Any]:
         return [body(stage) for stage in (1, 2, 3)]
@@ -454,7 +455,12 @@ def test_all_ranks_skip_a_step_when_the_shard_of_one_overflows() -> None:
 def test_the_file_of_the_handbook_trains_in_fp16() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     rows = torch.randint(0, 32, (8, 12), generator=torch.Generator().manual_seed(0))
 
     def body(config: dict[str, Any] | None) -> list[float]:
@@ -462,9 +468,8 @@ def test_the_file_of_the_handbook_trains_in_fp16() -> None:
         accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
         torch.manual_seed(0)
         network = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape))
-        optimizer = (torch.optim.AdamW if plugin is None else DummyOptim)(
-            network.parameters(), lr=0.01, weight_decay=0.1
-        )
+        kind: Any = torch.optim.AdamW if plugin is None else DummyOptim
+        optimizer = kind(network.parameters(), lr=0.01, weight_decay=0.1)
         if plugin is None:
             schedule: Any = LambdaLR(optimizer, lambda step: float(step >= 2))  # of 4 steps, DeepSpeed's
         else:
@@ -516,6 +521,15 @@ def test_a_checkpoint_of_deepspeeds_format_is_saved_and_joined(tmp_path: Path) -
         assert set(weights) == set(expected)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_nvme_is_refused_before_a_model_is_built() -> None:
+    fields: dict[str, Any] = {"offload_param_device": "nvme", "offload_param_nvme_path": "/disk"}
+    with pytest.raises(UnsupportedError, match="offloads to NVMe"):
+        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, **fields))
 
 
 @needs_deepspeed

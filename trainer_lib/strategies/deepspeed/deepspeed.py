@@ -21,7 +21,7 @@ from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import norm_of_whole, norm_over_ranks, shrink, weight_dtype
 from trainer_lib.strategies.deepspeed import zero_state
 from trainer_lib.strategies.deepspeed.deepspeed_runtime import started
-from trainer_lib.strategies.deepspeed.engine_config import engine_config
+from trainer_lib.strategies.deepspeed.engine_config import engine_config, refuse_unsupported
 from trainer_lib.strategies.deepspeed.engine_model import EngineModel
 from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 from trainer_lib.strategies.deepspeed.zero_shards import ZeroShards
@@ -45,6 +45,7 @@ class DeepSpeed(Strategy):
 
     def __init__(self, group: ProcessGroup, device: torch.device, plugins: DeepSpeedPlugins) -> None:
         super().__init__(group, device)
+        refuse_unsupported(plugins.active.hf_ds_config)
         self._package = started(device)
         for note in plugins.active.notes:
             _logger.warning_once("DeepSpeedPlugin: %s.", note)

@@ -54,14 +54,7 @@ def engine_config(plugin: DeepSpeedPlugin, model: nn.Module) -> dict[str, Any]:
         UnsupportedError: If the config asks for what does not work with this library's accumulation window.
     """
     config = HfDeepSpeedConfig(plugin.hf_ds_config)
-    for key, feature in REFUSED.items():
-        if _is_on(config.get_value(key)):
-            raise UnsupportedError(f"The DeepSpeed config sets {key}, which this version does not support: {feature}.")
-    if "nvme" in (plugin.offload_optimizer_device, plugin.offload_param_device):
-        raise UnsupportedError(
-            "The DeepSpeed config offloads to NVMe, which this version does not support: the factor of an accumulation "
-            "window and clipping need the gradients in memory. Offload to 'cpu'."
-        )
+    refuse_unsupported(config)
     for key in OURS:
         config.del_config_sub_tree(key)
     fill_auto_values(config, training_values(hidden_size=_hidden_size(model)))
@@ -76,6 +69,23 @@ def engine_config(plugin: DeepSpeedPlugin, model: nn.Module) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
     }
+
+
+def refuse_unsupported(config: HfDeepSpeedConfig) -> None:
+    """Raise for what does not work with this library's accumulation window.
+
+    Raises:
+        UnsupportedError: With the key and what to do instead.
+    """
+    for key, feature in REFUSED.items():
+        if _is_on(config.get_value(key)):
+            raise UnsupportedError(f"The DeepSpeed config sets {key}, which this version does not support: {feature}.")
+    kinds = ("offload_optimizer", "offload_param")
+    if "nvme" in [config.get_value(f"zero_optimization.{kind}.device") for kind in kinds]:
+        raise UnsupportedError(
+            "The DeepSpeed config offloads to NVMe, which this version does not support: the factor of an accumulation "
+            "window and clipping need the gradients in memory. Offload to 'cpu'."
+        )
 
 
 def _is_on(value: Any) -> bool:
