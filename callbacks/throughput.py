@@ -1,7 +1,7 @@
 """Training speed in the log: samples, steps and tokens per second."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ class Throughput(Callback):
         tokens: A function of a batch that returns its number of tokens, as a number or a tensor. The tokens of this
             rank are counted, and multiplied by the world size.
         per_device: Whether to add samples per second per device.
+        fill: Whether to add the share of positions in this rank's batches that are no padding (`attention_mask`).
 
     Example:
         >>> throughput = Throughput(tokens=lambda batch: batch["attention_mask"].sum())
@@ -29,8 +30,12 @@ class Throughput(Callback):
 
     order = -100  # before the callbacks that show the log
 
-    def __init__(self, tokens: Callable[[Any], float | Tensor] | None = None, per_device: bool = False) -> None:
-        self._tokens_of, self._per_device = tokens, per_device
+    def __init__(
+        self, tokens: Callable[[Any], float | Tensor] | None = None, per_device: bool = False, fill: bool = False
+    ) -> None:
+        self._tokens_of, self._per_device, self._shows_fill = tokens, per_device, fill
+        self._filled: float | Tensor = 0
+        self._positions = 0
         self._tokens: float | Tensor = 0
         self._devices = self._ranks = 1
         self._loader: Any = None  # the training loader
@@ -39,8 +44,8 @@ class Throughput(Callback):
         self._paused_at = 0.0
         self._is_training = False
         self._first = self._last = self._now = _Progress()
-        if tokens is not None:
-            self.on_micro_batch_end = self._count_tokens
+        if tokens is not None or fill:
+            self.on_micro_batch_end = self._count
 
     def summary(self) -> dict[str, float]:
         """Return the totals since the start or the resume, up to now or the end of training."""
@@ -58,7 +63,7 @@ class Throughput(Callback):
         self._pauses = dict.fromkeys(self._pauses, 0.0)
         if run.accelerator is not None:
             self._devices, self._ranks = run.accelerator.num_processes, run.accelerator.data_group.size
-        self._tokens = 0
+        self._tokens = self._filled = self._positions = 0
         self._loader = self._waited = None
         self._first = self._last = self._now = self._measure(run)
         self._is_training = True
@@ -66,6 +71,9 @@ class Throughput(Callback):
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         self._now = self._measure(run)
         values.update(self._speeds(self._last))
+        if self._positions:
+            values["fill"] = float(self._filled) / self._positions
+            self._filled = self._positions = 0
         self._last = self._now
 
     def on_fit_end(self, run: Run) -> None:
@@ -88,10 +96,14 @@ class Throughput(Callback):
         if self._is_training:
             self._pauses[name] += time.perf_counter() - self._paused_at
 
-    def _count_tokens(self, run: Run) -> None:
-        assert self._tokens_of is not None
+    def _count(self, run: Run) -> None:
         # A tensor stays on its device until it is logged.
-        self._tokens = self._tokens + self._tokens_of(run.batch)
+        if self._tokens_of is not None:
+            self._tokens = self._tokens + self._tokens_of(run.batch)
+        mask = run.batch.get("attention_mask") if self._shows_fill and isinstance(run.batch, Mapping) else None
+        if isinstance(mask, Tensor):
+            self._filled = self._filled + mask.count_nonzero()
+            self._positions += mask.numel()
 
     def _measure(self, run: Run) -> "_Progress":
         seconds = time.perf_counter() - sum(self._pauses.values())

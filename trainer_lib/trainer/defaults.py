@@ -36,7 +36,7 @@ from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
     """Return the given callbacks and the default ones, without defaults whose class is given."""
-    there: list[Callback] = [LearningRateMonitor(), Throughput()]
+    there: list[Callback] = [LearningRateMonitor(), Throughput(fill=args.group_by_length)]
     if args.output_dir is not None:
         there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every))
     if args.gc_every is not None:
@@ -162,7 +162,7 @@ def train_loader(trainer: TrainerInterface, dataset: Any) -> DataLoader[Any]:
         limit_batches=args.limit_train_batches,
         overfit_batches=args.overfit_batches,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        **_reading(trainer),
+        **_reading(trainer, dataset, args.train_batch_size_for(trainer.accelerator.data_group.size)),
     )
 
 
@@ -176,7 +176,7 @@ def eval_loader(trainer: TrainerInterface, dataset: Any, option: str = "eval_dat
         processing_class=trainer.processing_class,
         option=option,
         limit_batches=args.limit_eval_batches if args.overfit_batches is None else args.overfit_batches,
-        **_reading(trainer),
+        **_reading(trainer, dataset, args.eval_batch_size),
     )
 
 
@@ -186,15 +186,30 @@ def _collate_fn(trainer: TrainerInterface) -> Any:
     return DropUnusedColumns(dataloaders.collator(trainer.collate_fn, trainer.processing_class), used_columns(trainer))
 
 
-def _reading(trainer: TrainerInterface) -> dict[str, Any]:
+def _reading(trainer: TrainerInterface, dataset: Any, batch_size: int) -> dict[str, Any]:
     args = trainer.args
     return {
         "num_processes": trainer.accelerator.data_group.size,
-        "num_workers": args.num_workers,
+        "num_workers": _num_workers(trainer, dataset, batch_size),
         "pin_memory": args.pin_memory,
         "prefetch_factor": args.prefetch_factor,
         "persistent_workers": args.persistent_workers,
     }
+
+
+def _num_workers(trainer: TrainerInterface, dataset: Any, batch_size: int) -> int:
+    """Return the number of workers; "auto" is measured once, on the data that is read first."""
+    if isinstance(trainer.args.num_workers, int):
+        return trainer.args.num_workers
+    if isinstance(dataset, DataLoader):  # it has its own
+        return 0
+    parts = trainer.parts
+    if parts.worker_count is None:
+        from trainer_lib.trainer.data.worker_count import measured_workers
+
+        collate_fn = dataloaders.collator(_collate_fn(trainer), trainer.processing_class)
+        parts.worker_count = measured_workers(as_dataset(dataset, "the dataset"), batch_size, collate_fn)
+    return parts.worker_count.workers
 
 
 def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationOutput:

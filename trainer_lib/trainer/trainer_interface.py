@@ -20,6 +20,7 @@ from trainer_lib.trainer.prepared_models import PreparedModels
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
+    from trainer_lib.trainer.data.worker_count import WorkerCount
     from trainer_lib.trainer.evaluation.eval_loop import Evaluator
     from trainer_lib.trainer.losses.batch_loss import BatchLoss
     from trainer_lib.trainer.losses.label_shift import LabelShift
@@ -50,6 +51,7 @@ class TrainerParts:
     models: PreparedModels = field(default_factory=PreparedModels)
     guard: "NonFiniteGuard | None" = None
     run_folder: AnyPath | None = None
+    worker_count: "WorkerCount | None" = None
     generation_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_fitted: bool = False
     in_sandbox: bool = False

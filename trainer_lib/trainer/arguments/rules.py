@@ -166,7 +166,7 @@ def _overfitting(
 
 
 @_rule
-def _workers(num_workers: int, prefetch_factor: int | None, persistent_workers: bool) -> None:
+def _workers(num_workers: int | str, prefetch_factor: int | None, persistent_workers: bool) -> None:
     for name, value, unset in (
         ("prefetch_factor", prefetch_factor, None),
         ("persistent_workers", persistent_workers, False),

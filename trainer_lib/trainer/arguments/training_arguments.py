@@ -446,11 +446,12 @@ class TrainingArguments(ArgumentsBase):
     shuffle: bool = setting(
         DATA, True, "Shuffle the samples, in a new order for each epoch.", on_resume=OnResume.REFUSED
     )
-    num_workers: int = setting(
+    num_workers: int | Literal["auto"] = setting(
         DATA,
         0,
-        "Worker processes that load data for each rank; 0 loads in the training process.",
-        check=checks.whole(at_least=0),
+        'Worker processes that load data for each rank; 0 loads in the training process. "auto" measures at the start '
+        "how long a batch takes to read, and the banner says what it chose.",
+        check=checks.worker_count,
         may_differ=True,
     )
     pin_memory: bool | None = setting(

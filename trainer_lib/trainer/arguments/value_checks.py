@@ -532,6 +532,11 @@ def batch_size(name: str, value: Any) -> int | str:
     )
 
 
+def worker_count(name: str, value: Any) -> int | str:
+    """A number of workers, or "auto"."""
+    return value if value == AUTO else whole(at_least=0, hint=f' Give {name}="auto" to measure.')(name, value)
+
+
 def eval_batch_size(name: str, value: Any) -> int:
     """Batch sizes of evaluations."""
     if isinstance(value, str) and value.lower() == AUTO:

@@ -28,6 +28,7 @@ def banner(context: FitContext, signals: Signals, deadline: Deadline, columns: i
         **_mesh(context),
         **_compilation(context),
         "batch": _batch(context),
+        **_workers(context),
         "length": _length(context),
         "optimizer": _optimizers(context),
         "loss": context.loss.describe(),
@@ -122,6 +123,11 @@ def _batch(context: FitContext) -> str:
     return (
         f"{of_round * steps} samples an update = {of_round // count} × {steps} accumulated × {count} {readers}{plural}"
     )
+
+
+def _workers(context: FitContext) -> dict[str, str]:
+    chosen = context.run.trainer.parts.worker_count
+    return {} if chosen is None else {"workers": f"{chosen.workers} by num_workers='auto': {chosen.reason}"}
 
 
 def _length(context: FitContext) -> str:
