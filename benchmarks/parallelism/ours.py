@@ -20,7 +20,8 @@ def with_accelerator(mesh: Mesh, shape: Shape, steps: int, after_step: AfterStep
     config = ParallelismConfig(**mesh.sizes)
     accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=mesh.micro_batches)
     bare = llama(shape)
-    loader: Any = DataLoader(_data(mesh, shape, steps), batch_size=shape.rows)
+    data: Any = _data(mesh, shape, steps)
+    loader: Any = DataLoader(data, batch_size=shape.rows)
     model, optimizer, loader = accelerator.prepare(bare, optimizer_of(bare.parameters()), loader)
     window: list[Any] = []
     for batch in loader:
