@@ -194,7 +194,7 @@ def test_a_search_in_two_processes_finds_what_one_finds() -> None:
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    names = run_example("neighbours.md", "GridSearchCV(", tmp_path)
+    names = run_example("other_libraries.md", "GridSearchCV(", tmp_path)
     assert names["search"].best_params_["trainerclassifier__args__learning_rate"] == 0.02
 
 

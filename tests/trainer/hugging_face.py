@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hugging_face_trainer.md"
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,

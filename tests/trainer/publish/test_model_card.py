@@ -131,7 +131,7 @@ def test_a_folder_of_this_machine_is_no_base_model(name: Any) -> None:
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_example("neighbours.md", "trainer.model_card(", tmp_path)
+    names = run_example("other_libraries.md", "trainer.model_card(", tmp_path)
     assert [result.metric_type for result in parsed(names["card"]).data.eval_results] == ["accuracy"]
     assert sorted(path.name for path in (tmp_path / "sides").iterdir()) == [
         "README.md",
