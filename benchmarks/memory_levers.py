@@ -23,7 +23,7 @@ from benchmarks import machine
 
 PAGE = Path(__file__).parent.parent / "docs" / "memory.md"
 STEPS = 2
-SHAPE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "num_attention_heads": 2}
+SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "num_attention_heads": 2}
 VOCABULARY, LENGTH, BATCH = 2048, 128, 4
 MEGABYTE = 1 << 20
 
@@ -176,7 +176,12 @@ def fit(options: dict[str, Any]) -> tuple[Callable[[], None], Any]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **SHAPE))
     tokens = torch.randint(0, VOCABULARY, (BATCH * STEPS, LENGTH))
-    given = {"max_grad_norm": None, "per_device_train_batch_size": BATCH, "max_steps": STEPS, "use_cpu": True}
+    given: dict[str, Any] = {
+        "max_grad_norm": None,
+        "per_device_train_batch_size": BATCH,
+        "max_steps": STEPS,
+        "use_cpu": True,
+    }
     trainer = Trainer(
         model,
         TrainingArguments(**{**given, **options}, log_every="never", progress_bar=False, hang_timeout=None),

@@ -123,10 +123,10 @@ def _sequence_parallel(shape: Shape) -> Callable[[], Tensor]:
     def cut(buffers: list[Tensor]) -> Generator[None]:
         whole = [buffer.clone() for buffer in buffers]
         for buffer in buffers:
-            buffer.set_(buffer.chunk(2, 1)[rank].clone())  # type: ignore[arg-type]
+            buffer.set_(buffer.chunk(2, 1)[rank].clone())  # pyright: ignore[reportArgumentType]
         yield
         for buffer, before in zip(buffers, whole, strict=True):
-            buffer.set_(before)  # type: ignore[arg-type]
+            buffer.set_(before)  # pyright: ignore[reportArgumentType]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (_Exchanged.apply(part, 1, 2) for part in (query, key, value))

@@ -127,6 +127,7 @@ def measured(name: str) -> dict[str, int]:
             module.register_forward_hook(watch)
             module.register_full_backward_pre_hook(watch)
     batch = {"input_ids": tokens, "labels": tokens}
+    gradients = 0
     for _ in range(2):  # the first window of a pipeline runs a micro-batch by itself, and buffers are made in it
         optimizer.zero_grad()
         kept.peak = 0

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from trainer_lib import ConfigurationError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations, offload_activations
@@ -154,9 +155,9 @@ def _products(model: nn.Module, **options: Any) -> tuple[list[Any], int, int]:
         ["aten::addmm.default"],
         [torch.ops.aten.addmm],
         lambda context, operation, *args, **kwargs: (
-            torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+            CheckpointPolicy.MUST_SAVE
             if operation is torch.ops.aten.addmm.default
-            else torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+            else CheckpointPolicy.PREFER_RECOMPUTE
         ),
     ],
     ids=["matmul", "name", "overload", "operation", "function"],
@@ -223,7 +224,8 @@ def test_wrong_policies_are_refused(policy: Any, message: str) -> None:
 
 def test_offload_goes_with_recomputation_and_without() -> None:
     plain = _gradients(_made(5))
-    for options in ({}, {"every": 2}, {"policy": "matmul"}):
+    settings: list[dict[str, Any]] = [{}, {"every": 2}, {"policy": "matmul"}]
+    for options in settings:
         model = _made(5)
         checkpoint_activations(model, offload=True, **options)
         torch.testing.assert_close(_gradients(model), plain, rtol=0, atol=0)

@@ -82,7 +82,7 @@ def test_a_tensor_that_is_saved_several_times_is_copied_once() -> None:
 
 def test_the_block_before_comes_back_while_a_block_runs_its_backward() -> None:
     transfers, backwards = _Copies(), [0]
-    model = _model(transfers)
+    model: Any = _model(transfers)
     model[2].query.weight.register_hook(lambda _: backwards.append(transfers.events.count("in")))
     model[1].query.weight.register_hook(lambda _: backwards.append(transfers.events.count("in")))
     _gradients(model)

@@ -23,6 +23,7 @@ from trainer_lib.trainer.data import validation_split
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.trainer.evaluation.prediction_results import Predictions
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.model_io import count_items
 from trainer_lib.trainer.metrics.measures import measures_by_set
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
     from trainer_lib.optimizer import AcceleratedOptimizer
     from trainer_lib.scheduler import AcceleratedScheduler
-    from trainer_lib.trainer.evaluation.prediction_results import Predictions
     from trainer_lib.trainer.losses.label_shift import LabelShift
     from trainer_lib.trainer.result import FitResult
 
@@ -229,7 +229,7 @@ class Trainer(ToolMethods, PublishMethods):
     @explains_foreign_calls
     def predict(
         self, dataset: Any, to: str | Path | None = None, prefix: str = "predict", **generation_kwargs: Any
-    ) -> "Predictions":
+    ) -> Predictions:
         """Return the predictions in the order of the dataset, and, if it has labels, the loss and `compute_metrics`.
 
         Args:

@@ -49,6 +49,7 @@ def test_the_types_of_enumerated_arguments_are_what_the_checks_allow() -> None:
         "on_nonfinite",
         "on_bad_sample",
         "per_device_train_batch_size",
+        "num_workers",
     }
     make: Any = TrainingArguments
     for name, choices in enumerated.items():

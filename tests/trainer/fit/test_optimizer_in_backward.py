@@ -18,7 +18,8 @@ def _run(in_backward: bool, **options: Any) -> tuple[dict[str, Any], list[dict[s
     given = arguments(log_every=1, max_grad_norm=None, optimizer_in_backward=in_backward, **options)
     made = trainer(given, model=model)
     history = made.fit().history
-    state = made.accelerator.strategy.model_state(made.run.model)
+    prepared: Any = made.run.model
+    state = made.accelerator.strategy.model_state(prepared)
     weights = {name: value.clone() for name, value in state.items()}
     made.accelerator.free_memory()
     return weights, [{name: entry[name] for name in ("loss", "grad_norm")} for entry in history if "loss" in entry]

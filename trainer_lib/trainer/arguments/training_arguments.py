@@ -5,8 +5,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
+import trainer_lib  # for types that few runs need: its names are imported when a type hint is resolved
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.errors import ConfigurationError
@@ -19,13 +20,6 @@ from trainer_lib.trainer.arguments import value_checks as checks
 from trainer_lib.trainer.arguments.base import ArgumentsBase
 from trainer_lib.trainer.arguments.declaration import OnResume, documented, setting
 from trainer_lib.trainer.arguments.rules import check_rules
-
-if TYPE_CHECKING:
-    from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-    from trainer_lib.options.fp8_options import AORecipeKwargs
-    from trainer_lib.parallelism_config import ParallelismConfig
-    from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
-
 
 _logger = get_logger(__name__)
 
@@ -196,7 +190,7 @@ class TrainingArguments(ArgumentsBase):
         "The weight decay for all parameters except norms, biases and vectors.",
         check=checks.number(at_least=0),
     )
-    parameter_groups: "Sequence[ParameterGroup]" = setting(
+    parameter_groups: "Sequence[trainer_lib.ParameterGroup]" = setting(
         OPTIMIZER,
         [],
         "A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns of their "
@@ -236,7 +230,7 @@ class TrainingArguments(ArgumentsBase):
         '"no", "fp16", "bf16", "fp8", or "bf16-true" for weights in bf16; `None` uses what the launcher set.',
         check=checks.precision,
     )
-    fp8: "AORecipeKwargs | None" = setting(
+    fp8: "trainer_lib.AORecipeKwargs | None" = setting(
         DEVICES, None, 'Options of `mixed_precision="fp8"`, as `AORecipeKwargs`: which layers, and how.'
     )
     compile: bool | str | TorchDynamoPlugin = setting(
@@ -305,14 +299,14 @@ class TrainingArguments(ArgumentsBase):
     fsdp: bool | FullyShardedDataParallelPlugin | None = setting(
         DEVICES, None, "Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.", check=checks.sharding
     )
-    deepspeed: "str | os.PathLike[str] | dict[str, Any] | DeepSpeedPlugin | None" = setting(
+    deepspeed: "str | os.PathLike[str] | dict[str, Any] | trainer_lib.DeepSpeedPlugin | None" = setting(
         DEVICES,
         None,
         "Shard the model with DeepSpeed's ZeRO: the path of its JSON file, the values as a dict, or a "
         '`DeepSpeedPlugin`. Arguments fill the values that are "auto".',
         check=checks.deepspeed,
     )
-    parallelism: "ParallelismConfig | None" = setting(
+    parallelism: "trainer_lib.ParallelismConfig | None" = setting(
         DEVICES, None, "A `ParallelismConfig`: how many ranks replicate the model and how many share one copy."
     )
     ddp: DistributedDataParallelKwargs | None = setting(

@@ -11,19 +11,9 @@ from trainer_lib.foundation.duration import Every
 def field_types(cls: type[Any]) -> dict[str, Any]:
     """Return the type of each field of a dataclass; `Any` for a text that names something its module does not have."""
     try:
-        return typing.get_type_hints(cls, localns=_types_of_options())
+        return typing.get_type_hints(cls)
     except (NameError, AttributeError):  # imported for type checkers only, or local to a function
         return {field.name: Any if isinstance(field.type, str) else field.type for field in dataclasses.fields(cls)}
-
-
-def _types_of_options() -> dict[str, Any]:
-    """Return the types that the declarations of arguments import for type checkers alone."""
-    from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-    from trainer_lib.options.fp8_options import AORecipeKwargs
-    from trainer_lib.parallelism_config import ParallelismConfig
-    from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
-
-    return {kind.__name__: kind for kind in (AORecipeKwargs, DeepSpeedPlugin, ParallelismConfig, ParameterGroup)}
 
 
 def members(hint: Any) -> list[Any]:
