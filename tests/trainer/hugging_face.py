@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-PAGE = Path(__file__).parents[2] / "docs" / "hugging_face_trainer.md"
+DOCS = Path(__file__).parents[2] / "docs"
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -57,8 +57,8 @@ def their_arguments(folder: Path, **options: Any) -> transformers.TrainingArgume
     return transformers.TrainingArguments(str(folder), **{**quiet, **options})
 
 
-def run_snippet_of_page(number: int, folder: Path) -> dict[str, Any]:
-    """Run an example of the page as it stands there, in this process, and return its names."""
+def run_snippet_of_page(page: str, folder: Path) -> dict[str, Any]:
+    """Run the first example of a page as it stands there, in this process, and return its names."""
     script = folder / "example.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number])
+    script.write_text(re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[0])
     return runpy.run_path(str(script))

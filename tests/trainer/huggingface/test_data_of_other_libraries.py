@@ -295,6 +295,6 @@ def test_images_of_a_processor_are_learned_and_measured_by_other_libraries(
 @pytest.mark.filterwarnings(OLD_NAME)
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_snippet_of_page(2, tmp_path)["result"].status == "finished"
+    assert run_snippet_of_page("other_libraries.md", tmp_path)["result"].status == "finished"
     assert sorted(path.name for path in (tmp_path / "adapter").glob("*.safetensors")) == ["adapter_model.safetensors"]
     assert (tmp_path / "adapter" / "preprocessor_config.json").is_file()

@@ -213,6 +213,6 @@ def test_predictions_are_those_there(tmp_path: Path) -> None:
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run_snippet_of_page(0, tmp_path)["result"]
+    result = run_snippet_of_page("hugging_face_trainer.md", tmp_path)["result"]
     assert result.status == "stopped"
     assert result.state.step < 100
