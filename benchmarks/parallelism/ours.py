@@ -1,4 +1,4 @@
-"""This library on each mesh: a loop of one's own with an `Accelerator`, and a `Trainer`."""
+"""This library on each mesh: your own loop with an `Accelerator`, and a `Trainer`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ AfterStep = Callable[[], None]
 
 
 def with_accelerator(mesh: Mesh, shape: Shape, steps: int, after_step: AfterStep) -> None:
-    """Train in a loop of one's own; `after_step` is called after each optimizer step."""
+    """Train in your own loop; `after_step` is called after each optimizer step."""
     from trainer_lib import Accelerator, ParallelismConfig
 
     config = ParallelismConfig(**mesh.sizes)

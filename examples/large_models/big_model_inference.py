@@ -40,11 +40,11 @@ def main() -> None:
         no_split_module_classes=["LlamaDecoderLayer"],
     )
     prompt = torch.arange(8).reshape(1, 8)
-    told = loaded.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    answer = loaded.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     expected = whole.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     size = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
-    print(f"\n{size / 1e6:.1f} MB of weights with {options.memory} of memory: {told[0, 8:].tolist()}")
-    print(f"The whole model says {'the same' if torch.equal(told, expected) else 'something else'}.")
+    print(f"\n{size / 1e6:.1f} MB of weights with {options.memory} of memory: {answer[0, 8:].tolist()}")
+    print(f"The whole model says {'the same' if torch.equal(answer, expected) else 'something else'}.")
 
 
 def parse_options() -> argparse.Namespace:

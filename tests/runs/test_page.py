@@ -292,21 +292,21 @@ NAMES = "[...document.querySelectorAll('tbody tr')].map((row) => row.dataset.run
 
 
 def test_all_runs_are_searched_and_sorted(browser: Browser, tmp_path: Path) -> None:
-    make_run(tmp_path / "first")
+    make_run(tmp_path / "first # 1")
     make_run(tmp_path / "deep" / "second", [line("log", 3, loss=0.01)], {"status": "failed", "created": 1.0})
-    write_report(find_runs([tmp_path / "first"]), tmp_path / "first" / "report.html")
+    write_report(find_runs([tmp_path / "first # 1"]), tmp_path / "first # 1" / "report.html")
     url = write_runs_page(tmp_path, tmp_path / "index.html").as_uri()
     browser.open(url)
-    assert browser.run(NAMES) == ["first", "deep/second"]  # the newest first
+    assert browser.run(NAMES) == ["first # 1", "deep/second"]  # the newest first
     browser.run("[...document.querySelectorAll('.sort')].find((one) => one.innerText === 'loss').click()")
-    assert browser.run(NAMES) == ["deep/second", "first"]
+    assert browser.run(NAMES) == ["deep/second", "first # 1"]
     assert browser.run("document.querySelector('[aria-sort=ascending]').innerText").startswith("loss")
     browser.run("{ const search = document.querySelector('.search'); search.value = 'accuracy FIN';"
                 "search.dispatchEvent(new Event('input')); }")  # fmt: skip
-    assert browser.run(NAMES) == ["first"]
+    assert browser.run(NAMES) == ["first # 1"]
     assert browser.run("document.getElementById('count').innerText") == "1 of 2 runs"
     assert browser.run("[...document.querySelectorAll('td a')].map((link) => link.getAttribute('href'))") == [
-        "first/report.html"
+        "./first%20%23%201/report.html"
     ]
     assert (browser.problems, browser.requests) == ([], [url])
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -30,11 +31,11 @@ class LivePages:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 # Refuse requests of foreign pages whose host name resolves to this machine (DNS rebinding).
-                if self.headers.get("Host", "").rpartition(":")[0] not in (_HOST, "localhost"):
+                if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
                     self.send_error(403)
                     return
                 with lock:
-                    found = answer(self.path)
+                    found = answer(urlsplit(self.path).path)
                 if found is None:
                     self.send_error(404)
                 else:

@@ -8,9 +8,11 @@ from urllib.parse import unquote
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.runs.report.live_pages import Answer, LivePages
 from trainer_lib.runs.report.report_data import Source, contents
-from trainer_lib.runs.report.report_page import page
+from trainer_lib.runs.report.report_page import MAX_RUNS, page
 from trainer_lib.runs.report.runs_page import name_of, runs_data, runs_page
 from trainer_lib.runs.run_summary import list_runs
+
+_KEPT = 100  # comparisons whose histories are in memory
 
 
 class LiveReport(LivePages):
@@ -43,8 +45,10 @@ class LiveRuns(LivePages):
             if group not in reports:
                 runs = {name_of(run.path, folder): run.path for run in list_runs(folder)}
                 names = [unquote(name) for name in group.split("+")]
-                if not runs.keys() >= set(names):
+                if len(names) > MAX_RUNS or not runs.keys() >= set(names):
                     return None
+                if len(reports) > _KEPT:
+                    reports.clear()  # they are read again when they are asked for
                 reports[group] = [Source.of(runs[name], name) for name in names]
             return _report(reports[group], f"/{name}")
 

@@ -17,7 +17,7 @@ from trainer_lib.runs.run_status import is_run
 
 REPORT_FILE = "report.html"
 _SCRIPTS = ("format.js", "elements.js", "theme.js", "chart.js", "save_chart.js", "tables.js", "page.js")
-_MAX_RUNS = 24  # more curves cannot be told apart
+MAX_RUNS = 24  # more curves cannot be told apart
 
 
 def write_report(sources: Sequence[Source], file: Path) -> Path:
@@ -51,9 +51,9 @@ def find_runs(paths: Sequence[AnyPath]) -> list[Source]:
                 f"{path} {problem}. Give the folder of a run, output_dir/RUN_ID, or its history file."
             )
         runs += [run for run in inside if run not in runs]
-    if len(runs) > _MAX_RUNS:
+    if len(runs) > MAX_RUNS:
         raise ConfigurationError(
-            f"A report compares at most {_MAX_RUNS} runs (got {len(runs)}). Name the runs to compare; "
+            f"A report compares at most {MAX_RUNS} runs (got {len(runs)}). Name the runs to compare; "
             "`trainer-lib runs` lists them."
         )
     return [Source.of(path, name) for path, name in zip(runs, _names(runs), strict=True)]

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.filesystem.remote_paths import AnyPath
@@ -68,4 +69,4 @@ def _row(run: RunSummary, folder: AnyPath, links_from: Path | None) -> dict[str,
 def _link(run: AnyPath, links_from: Path | None) -> str | None:
     if links_from is None or not isinstance(run, Path) or not (run / REPORT_FILE).is_file():
         return None
-    return Path(os.path.relpath(run / REPORT_FILE, links_from)).as_posix()
+    return "./" + quote(Path(os.path.relpath(run / REPORT_FILE, links_from)).as_posix())

@@ -37,11 +37,17 @@ class Runs {
     const found = runs.filter((run) => words.every((word) => text(run).includes(word)))
       .sort((one, other) => way * (key(one) < key(other) ? -1 : key(one) > key(other) ? 1 : 0));
     this.heads.forEach((head, column) => head.setAttribute("aria-sort", column !== this.order.column ? "none" : this.order.down ? "descending" : "ascending"));
+    const names = new Set(runs.map((run) => run.name)), focused = document.activeElement && document.activeElement.getAttribute("aria-label");
+    this.chosen = new Set([...this.chosen].filter((name) => names.has(name)));
     this.body.replaceChildren(...found.map((run) => this.row(run)));
+    if (focused && !document.activeElement.getAttribute("aria-label")) {
+      const again = [...this.body.querySelectorAll("input")].find((box) => box.getAttribute("aria-label") === focused);
+      if (again) again.focus({ preventScroll: true });
+    }
     document.getElementById("count").textContent = found.length === runs.length ? `${runs.length} runs` : `${found.length} of ${runs.length} runs`;
     this.none.hidden = found.length > 0;
     this.none.textContent = runs.length ? "No run has all of these words." : "There are no runs in this folder yet.";
-    this.compare.hidden = this.chosen.size < 2;
+    this.compare.hidden = this.chosen.size < 2 || this.chosen.size > 24;
     this.compare.textContent = `Compare ${this.chosen.size}`;
     document.getElementById("foot").replaceChildren(make("p", {}, live ? "Choose several runs to compare them." : "Reports are linked where they were written."),
       make("p", {}, `Written ${momentText(written)} by trainer_lib.`));
@@ -71,9 +77,11 @@ class Runs {
     try {
       const answer = await fetch("data.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.status);
-      this.data = await answer.json();
+      const data = await answer.json();
       chip.textContent = "live";
-      this.show();
+      const isSame = JSON.stringify({ ...data, written: 0 }) === JSON.stringify({ ...this.data, written: 0 });
+      this.data = data;
+      if (!isSame) this.show();
     } catch (error) {
       chip.textContent = "not connected";
     }

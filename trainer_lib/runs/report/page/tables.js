@@ -75,16 +75,16 @@ function eventTable(run) {
 function sampleTable(run) {
   if (!run.samples.length) return null;
   const parts = run.samples.map(({ name, records, left_out: leftOut }) => {
-    const body = make("div", {}), told = make("output", {}, "");
+    const body = make("div", {}), position = make("output", {}, "");
     const slider = make("input", { type: "range", min: 0, max: records.length - 1, value: records.length - 1, "aria-label": `Step of ${name}`, oninput: () => show() });
     function show() {
       const { step, columns, rows } = records[Number(slider.value)];
-      told.textContent = `step ${step.toLocaleString("en-US")}`;
+      position.textContent = `step ${step.toLocaleString("en-US")}`;
       body.replaceChildren(table(columns.map((column) => [column, ""]), rows.map((row) => make("tr", {}, row.map(sampleCell))), `${name} at step ${step}`));
     }
     show();
     const hint = leftOut ? make("span", {}, `${leftOut.toLocaleString("en-US")} earlier ones are in the history`) : null;
-    return [make("div", { class: "sample-step" }, make("h3", {}, name), records.length > 1 ? slider : null, told, hint), body];
+    return [make("div", { class: "sample-step" }, make("h3", {}, name), records.length > 1 ? slider : null, position, hint), body];
   });
   return card("Samples", "samples", ...parts.flat());
 }
