@@ -14,6 +14,7 @@ from trainer_lib import (
     ConfigurationError,
     FullyShardedDataParallelPlugin,
     MemoryKwargs,
+    ParallelismConfig,
     StateError,
     UnsupportedError,
 )
@@ -92,6 +93,12 @@ def test_shards_are_those_of_an_ordinary_step() -> None:
 def test_gradients_that_are_averaged_later_are_refused() -> None:
     def body() -> list[str]:
         handlers = [MemoryKwargs(optimizer_in_backward=True)]
+        parallelism = ParallelismConfig(pp_size=2)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, parallelism_config=parallelism)
+        model = _network()
+        with pytest.raises(UnsupportedError) as stages:
+            accelerator.prepare(model, OPTIMIZERS["sgd"](_groups(model)))
+        accelerator.free_memory()
         accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, fsdp_plugin=FullyShardedDataParallelPlugin())
         model = accelerator.prepare(stack())  # has a scalar, which FSDP2 does not shard
         with pytest.raises(UnsupportedError) as whole:
@@ -99,12 +106,13 @@ def test_gradients_that_are_averaged_later_are_refused() -> None:
         accelerator.free_memory()
         with pytest.raises(UnsupportedError) as replicated:
             _prepared(True)
-        return [str(replicated.value), str(whole.value)]
+        return [str(replicated.value), str(whole.value), str(stages.value)]
 
-    for ddp, whole in run_world(body, (), 2, timeout=60):
+    for ddp, whole, stages in run_world(body, (), 2, timeout=60):
         assert "DDP reduces gradients in buckets that stay in memory" in ddp
         assert "fsdp=True" in ddp
         assert "weights that are not sharded are averaged after it: scale. Shard all weights" in whole
+        assert "a pipeline sums the gradients of shared weights after it, and adds up those of micro-batches" in stages
 
 
 def test_checkpoints_are_those_of_the_ordinary_optimizer(tmp_path: Path) -> None:
@@ -166,6 +174,47 @@ def test_a_gradient_that_is_not_finite_changes_no_weight() -> None:
     assert torch.equal(before[0], after[0])
     assert not torch.equal(before[2], after[2])
     assert not torch.isfinite(optimizer.gradient_norm())
+    optimizer.step()
+    torch.testing.assert_close(_weights(model), after, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("through", ["step", "closure"])
+def test_a_loss_that_is_not_finite_changes_no_weight(through: str) -> None:
+    accelerator, model, optimizer = _prepared(True)
+    before = _weights(model)
+
+    def backward() -> None:
+        accelerator.backward(model(torch.ones(2, 6)).sum() * float("nan"))
+
+    if through == "closure":
+        optimizer.step(backward)
+    else:
+        backward()
+        optimizer.zero_grad()  # nothing was applied
+        backward()
+        optimizer.step()
+    torch.testing.assert_close(_weights(model), before, rtol=0, atol=0)
+    optimizer.zero_grad()
+    _step(accelerator, model, optimizer, 0)
+    assert not torch.equal(_weights(model)[0], before[0])
+
+
+def test_a_loss_that_reaches_parameters_of_another_optimizer_is_an_error() -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[MemoryKwargs(optimizer_in_backward=True)])
+    generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
+    makers = [OPTIMIZERS["sgd"](model.parameters()) for model in (generator, critic)]
+    generator, critic, of_generator, of_critic = accelerator.prepare(generator, critic, *makers)
+    for is_frozen in (True, False):
+        of_critic.zero_grad()
+        accelerator.backward(critic(generator(torch.ones(2, 3)).detach()).sum())
+        of_critic.step()
+        of_generator.zero_grad()
+        critic.requires_grad_(not is_frozen)
+        accelerator.backward(-critic(generator(torch.ones(2, 3))).sum())
+        critic.requires_grad_(True)
+        of_generator.step()
+    with pytest.raises(StateError, match=r"already applied: a loss reached parameters of SGD, .*freeze these"):
+        of_critic.zero_grad()
 
 
 class _Counting(torch.optim.SGD):

@@ -25,7 +25,7 @@ class OptimizerInBackward(AcceleratedOptimizer):
 
     State, parameter groups and checkpoints are the wrapped optimizer's, and so are the numbers. `step` runs what
     follows an update: hooks, schedules, and parameters that got their gradient in another way. A gradient that is NaN
-    or Inf changes nothing and stays, for the error.
+    or Inf changes nothing, and stays until `step`, for the error.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -58,14 +58,14 @@ class OptimizerInBackward(AcceleratedOptimizer):
         self._hooks: list[Any] = []
         self._groups: dict[Tensor, dict[str, Any]] = {}
         self._groups_of: Any = None
-        self._updated: set[Tensor] = set()
+        self._updated: dict[Tensor, bool] = {}  # since the last step; False: its gradient was not finite
         self._norm = NormOfParts(strategy.device)
         self._step_once = _inner_step(type(optimizer))
         self.attach()
 
     @property
     def has_updated(self) -> bool:
-        """Whether parameters were updated since the last `step`."""
+        """Whether parameters got their gradients since the last `step`."""
         return bool(self._updated)
 
     def attach(self) -> None:
@@ -78,6 +78,7 @@ class OptimizerInBackward(AcceleratedOptimizer):
         if reason is not None:
             raise UnsupportedError(f"{_OPTION} updates parameters while the backward runs, and {reason}")
         self.detach()
+        self._groups_of = None
         # torch keeps a parameter's hooks where the garbage collector does not look.
         update = partial(_call, WeakMethod(self._update))
         for group in self.param_groups:
@@ -95,6 +96,21 @@ class OptimizerInBackward(AcceleratedOptimizer):
         super().add_param_group(param_group)
         self._groups_of = None
         self.attach()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        """Drop the gradients, unless their window is unfinished.
+
+        Raises:
+            StateError: If parameters were updated with them since the last `step`.
+        """
+        if any(self._updated.values()):
+            raise StateError(
+                "zero_grad() drops gradients that optimizer_in_backward has already applied: a loss reached parameters "
+                f"of {self.class_name}, which has not stepped since. Call step() after each backward. If the loss "
+                "trains the parameters of another optimizer, freeze these (requires_grad_(False)) for that loss, or "
+                "leave optimizer_in_backward out."
+            )
+        super().zero_grad(set_to_none)
 
     def finalize_gradients(self) -> None:
         """Raise: there are no gradients to clip or to look at.
@@ -120,6 +136,11 @@ class OptimizerInBackward(AcceleratedOptimizer):
         self._updated.clear()
         self._norm.clear()
 
+    def _apply_factor(self) -> None:
+        for parameter in self._updated:  # what is left is not finite
+            parameter.grad = None
+        super()._apply_factor()
+
     def _update(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:
@@ -128,8 +149,8 @@ class OptimizerInBackward(AcceleratedOptimizer):
         factor = self.window.factor(self)
         if isinstance(factor, Tensor) or factor != 1.0:
             multiply([gradient], factor)
-        self._updated.add(parameter)
-        if self._may_update(self._norm.add(gradient)):
+        may_update = self._updated[parameter] = self._may_update(self._norm.add(gradient))
+        if may_update:
             self._step_parameter(parameter)
             parameter.grad = None
 

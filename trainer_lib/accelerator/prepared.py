@@ -34,23 +34,29 @@ class Prepared:
 
     def clear(self) -> None:
         """Forget all objects."""
-        for optimizer in self.optimizers:
-            optimizer.detach()
+        self._detach_optimizers()
         for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom_objects):
             objects.clear()
 
     @contextmanager
     def only_models(self) -> Generator[None]:
-        """Forget all objects but the models for the length of a block."""
+        """Forget all objects but the models for the length of a block.
+
+        Optimizers that update in the backward follow gradients inside or outside the block, never both.
+        """
         lists: list[list[Any]] = [self.optimizers, self.schedulers, self.dataloaders, self.custom_objects]
         before = [list(objects) for objects in lists]
+        self._detach_optimizers()
         for objects in lists:
             objects.clear()
         try:
             yield
         finally:
+            self._detach_optimizers()
             for objects, kept in zip(lists, before, strict=True):
                 objects[:] = kept
+            for optimizer in self.optimizers:
+                optimizer.attach()
 
     def holds(self, value: Any) -> bool:
         """Whether `prepare` returned this object."""
@@ -112,6 +118,10 @@ class Prepared:
         for optimizer in self.optimizers:
             if any(id(parameter) in chosen for group in optimizer.param_groups for parameter in group["params"]):
                 optimizer.finalize_gradients()
+
+    def _detach_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.detach()
 
     def _objects(self) -> Iterator[Any]:
         yield from self.models

@@ -34,6 +34,25 @@ def test_a_run_is_the_same() -> None:
         assert entry == pytest.approx(other, rel=1e-6)
 
 
+def test_sweeps_before_and_after_a_run_change_neither() -> None:
+    def run(in_backward: bool, sweeps: bool = True) -> tuple[Any, list[list[float]]]:
+        model, losses = network(), list[list[float]]()
+        given = arguments(max_grad_norm=None, optimizer_in_backward=in_backward, max_steps=4)
+        made = trainer(given, model=model)
+        if sweeps:
+            losses.append(made.find_learning_rate(1e-3, 1.0, updates=10).losses)
+        made.fit()
+        if sweeps:
+            losses.append(made.find_learning_rate(1e-3, 1.0, updates=10).losses)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        made.accelerator.free_memory()
+        return weights, losses
+
+    weights, losses = run(True)
+    torch.testing.assert_close(weights, run(True, sweeps=False)[0], rtol=0, atol=0)
+    assert losses == run(False)[1]
+
+
 def test_a_sharded_run_is_the_same() -> None:
     def body() -> bool:
         (weights, history), (expected, ordinary) = _run(True, fsdp=True), _run(False, fsdp=True)

@@ -110,6 +110,13 @@ class PipelineParallel(FSDP):
         self._runners[pipelined] = WindowRunner(pipelined, self._config.schedule)
         return pipelined
 
+    def why_gradients_are_late(self) -> str:
+        """Return that stages finish gradients after their backwards."""
+        return (
+            "a pipeline sums the gradients of shared weights after it, and adds up those of micro-batches. Leave "
+            "pp_size at 1, or leave optimizer_in_backward out."
+        )
+
     def takes_windows(self, model: nn.Module) -> bool:
         """Whether the options name a schedule."""
         return model in self._runners and self._config.schedule is not None
