@@ -1,6 +1,7 @@
 """Checkpoints of Megatron-LM: to transformers and back, bit by bit, and what each weight computes."""
 
 import enum
+import json
 import os
 import sys
 import types
@@ -18,7 +19,7 @@ from torch.nn import functional
 from tests.strategies.split import VOCABULARY, gpt2, llama, model_of
 from trainer_lib.checkpointing.third_party.megatron_lm.conversion import Layout, from_transformers, to_transformers
 from trainer_lib.checkpointing.third_party.megatron_lm.models import Shape, grouped, ungrouped
-from trainer_lib.checkpointing.third_party.megatron_lm.pieces import FILE, read_pieces
+from trainer_lib.checkpointing.third_party.megatron_lm.pieces import FILE, read_pieces, split
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError
 
@@ -256,3 +257,186 @@ def test_the_command_converts_both_ways(tmp_path: Path, capsys: pytest.CaptureFi
         == 2
     )
     assert "--tensor-parallel needs --to megatron" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def llama_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of transformers, and the same of Megatron-LM."""
+    folder = tmp_path_factory.mktemp("llama")
+    source = saved(model_of(llama), folder / "source")
+    from_transformers(source, folder / "megatron", Layout())
+    return source, folder / "megatron"
+
+
+def changed_piece(folders: tuple[Path, Path], folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Copy the checkpoint of Megatron-LM with a change of its piece."""
+    state = torch.load(folders[1] / "release" / "mp_rank_00" / FILE, weights_only=False)
+    change(state)
+    path = folder / "mp_rank_00" / FILE
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_rope_scaling", True),
+        ("rotary_percent", 0.5),
+        ("rotary_interleaved", True),
+        ("rotary_seq_len_interpolation_factor", 4),
+        ("apply_layernorm_1p", True),
+        ("squared_relu", True),
+        ("window_size", (127, 0)),
+    ],
+)
+def test_arguments_that_change_the_model_are_refused(
+    name: str, value: Any, llama_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def change(state: dict[str, Any]) -> None:
+        vars(state["args"])[name] = value
+
+    source = changed_piece(llama_folders, tmp_path / "changed", change)
+    with pytest.raises(
+        UnsupportedError, match=f"trained with {name}={value!r}".replace("(", r"\(").replace(")", r"\)")
+    ):
+        to_transformers(source, tmp_path / "back")
+
+
+def test_plain_arguments_are_converted(llama_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    plain = {"use_rope_scaling": False, "rotary_percent": 1.0, "squared_relu": False, "window_size": None}
+    source = changed_piece(llama_folders, tmp_path / "plain", lambda state: vars(state["args"]).update(plain))
+    (tmp_path / "back.partial").mkdir()
+    (tmp_path / "back.partial" / "mine").touch()
+    to_transformers(source, tmp_path / "back", max_shard_size="20KB")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert (tmp_path / "back.partial" / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "back.partial", "plain"]
+    assert (tmp_path / "back").stat().st_mode == tmp_path.joinpath("plain").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=8 has no counterpart"),
+        ({"attention_bias": True}, "attention_bias=True has no counterpart"),
+    ],
+)
+def test_attention_without_a_counterpart_is_refused(
+    settings: dict[str, Any], message: str, llama_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = json.loads((llama_folders[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **settings}))
+    (tmp_path / "model.safetensors").symlink_to(llama_folders[0] / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=message):
+        from_transformers(tmp_path, tmp_path / "megatron", Layout())
+
+
+def test_more_than_ten_chunks_are_in_the_order_of_their_numbers(
+    llama_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state.pop("model")
+        for index in range(12):
+            state[f"model{index}"] = {"decoder.layers.0.input_layernorm.weight": torch.tensor([float(index)])}
+
+    weights = read_pieces(changed_piece(llama_folders, tmp_path, change))[0]
+    assert [weights[f"decoder.layers.{index}.input_layernorm.weight"].item() for index in range(12)] == list(range(12))
+
+
+def test_a_gate_is_cut_by_both_halves() -> None:
+    weight = torch.zeros(6, 2)  # three rows of the gate, and three of the rest
+    with pytest.raises(UnsupportedError, match="cannot be cut into 4 parts"):
+        split("decoder.layers.0.mlp.linear_fc1.weight", weight, 2, is_gated=True)
+
+
+def cut_off(state: dict[str, Any]) -> None:
+    state["model"] = {name: value for name, value in state["model"].items() if "linear_fc1" not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(args={}), "is no piece of a checkpoint"),
+        (lambda state: state.update(args=Namespace()), "lacks num_layers, hidden_size"),
+        (lambda state: state.update(model=3), "is no piece of a checkpoint"),
+        (lambda state: state.update(checkpoint_version="new"), "checkpoint_version must be a number"),
+        (cut_off, "weights do not fit its arguments"),
+    ],
+)
+def test_foreign_and_damaged_pieces_are_named(
+    change: Any, message: str, llama_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        to_transformers(changed_piece(llama_folders, tmp_path / "changed", change), tmp_path / "back")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"hello", b"\x80\x02]q\x00(K", b"\x80\x04\x95"])
+def test_files_that_are_no_pickles_are_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00" / FILE
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
+        to_transformers(tmp_path, tmp_path / "back")
+
+
+def test_a_tracker_without_an_iteration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("latest")
+    with pytest.raises(CheckpointError, match="must hold an iteration, or release"):
+        to_transformers(tmp_path, tmp_path / "back")
+
+
+def test_parts_of_ranks_that_do_not_fit_are_named(llama_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    from_transformers(llama_folders[0], tmp_path / "megatron", Layout(tensor=2))
+    path = tmp_path / "megatron" / "release" / "mp_rank_01" / FILE
+    state = torch.load(path, weights_only=False)
+    state["model"].pop("output_layer.weight")
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match="not all tensor parallel ranks have output_layer"):
+        to_transformers(tmp_path / "megatron", tmp_path / "back")
+
+
+def test_files_of_gpt2_without_a_prefix_and_with_masks_are_converted(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = saved(model_of(gpt2), tmp_path / "source")
+    path = source / "model.safetensors"
+    weights = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    from_transformers(source, tmp_path / "expected", Layout())
+    save_file({**weights, **masks}, path)
+    from_transformers(source, tmp_path / "megatron", Layout())
+    expected, converted = (read_pieces(tmp_path / name / "release")[0] for name in ("expected", "megatron"))
+    assert set(converted) == set(expected)
+    assert all(torch.equal(converted[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--epochs", "1"], "--epochs has no effect with a checkpoint of Megatron-LM"),
+        (["--without", "optimizer"], "--without has no effect with a checkpoint of Megatron-LM"),
+        (["--to", "megatron", "--overwrite"], "--overwrite has no effect with --to megatron"),
+        (["--to", "megatron", "--allow-pickle"], "--allow-pickle has no effect with --to megatron"),
+        (["--to", "megatron", "--max-shard-size", "1GB"], "--max-shard-size has no effect with --to"),
+        (["--to", "accelerate", "--max-shard-size", "1GB"], "--max-shard-size has no effect with --to"),
+        (["--vocab-size", "1000"], "vocab_size must be at most 128"),
+        (["--to", "megatrom"], "Known: accelerate, megatron, transformers"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    options: list[str],
+    message: str,
+    llama_folders: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = llama_folders["--to" not in options]
+    assert main(["checkpoint", "convert", str(source), str(tmp_path / "target"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--tensor-parallel", "--pipeline-parallel", "--vocab-size"])
+def test_counts_are_at_least_one(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "target"), name, "0"]) == 2
+    assert "0 must be 1 or more" in capsys.readouterr().err

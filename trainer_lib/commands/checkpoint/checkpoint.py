@@ -42,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--all", action="store_true", help="of all checkpoints")
     _add(verbs, "inspect", _inspect, "show the contents of a checkpoint (or of the newest)")
     prune = _add(verbs, "prune", _prune, "delete old checkpoints; never the newest, the best, or the last whole one")
-    prune.add_argument("--keep-last", type=_count, required=True, metavar="N", help="how many of the newest to keep")
+    prune.add_argument(
+        "--keep-last", type=convert.positive_count, required=True, metavar="N", help="how many of the newest to keep"
+    )
     prune.add_argument("--damaged", action="store_true", help="also delete those set aside as damaged")
     consolidate = _add(verbs, "consolidate", _consolidate, "write the whole weights to a folder")
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
@@ -260,10 +262,3 @@ def _age(moment: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, unknown
 
 _PARTS = ("optimizer", "scheduler", "scaler", "random_states")
 
@@ -32,16 +32,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--allow-pickle", action="store_true", help="with --to, read what the checkpoint has as pickles"
     )
     for name, kind in (("--tensor-parallel", "tensor"), ("--pipeline-parallel", "pipeline")):
-        parser.add_argument(name, type=int, metavar="N", help=f"with --to megatron, for N {kind} parallel ranks")
+        parser.add_argument(
+            name, type=positive_count, metavar="N", help=f"with --to megatron, for N {kind} parallel ranks"
+        )
     parser.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         help="with --to megatron, the layers that read it (default: transformer_engine)",
     )
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="of a checkpoint of Megatron-LM, the vocabulary without padding"
+        "--vocab-size",
+        type=positive_count,
+        metavar="N",
+        help="of a checkpoint of Megatron-LM, the vocabulary without padding",
     )
-    parser.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of one file (default: 10GB)")
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -57,10 +62,10 @@ def convert(options: argparse.Namespace) -> int:
         return _from_megatron(options)
     if options.to is not None:
         return _export(options)
-    found = make(options.folder, options.target, options.epochs, options.without, options.max_shard_size)
-    told = {"library": found.library, "step": found.step, "epochs": found.epochs, "left_out": found.left_out}
+    found = make(options.folder, options.target, options.epochs, options.without, _shard_size(options))
+    facts = {"library": found.library, "step": found.step, "epochs": found.epochs, "left_out": found.left_out}
     if options.json:
-        print(json.dumps({"path": str(options.folder), "target": str(options.target), **told}, indent=1))
+        print(json.dumps({"path": str(options.folder), "target": str(options.target), **facts}, indent=1))
         return 0
     epochs = "" if found.epochs is None else f", {found.epochs:.10g} epochs"
     print(f"The checkpoint of {found.library} in {options.folder} (step {found.step}{epochs}) is in {options.target}.")
@@ -70,25 +75,37 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def _check_direction(options: argparse.Namespace) -> None:
-    """Raise for an option that the other direction has."""
-    given = {
+    """Raise for an unknown library, and for an option that this conversion does not have."""
+    from trainer_lib.checkpointing.third_party.export import LAYOUTS
+
+    if options.to not in (None, "megatron", *LAYOUTS):
+        raise ConfigurationError(unknown("library", options.to, ["megatron", *LAYOUTS]))
+    is_from_megatron = options.to is None and _is_megatron(options.folder)
+    is_set = {
         "--epochs": options.epochs is not None,
         "--without": bool(options.without),
         "--overwrite": options.overwrite,
         "--allow-pickle": options.allow_pickle,
+        "--max-shard-size": options.max_shard_size is not None,
     }
     for name in ("--tensor-parallel", "--pipeline-parallel", "--transformer-impl"):
         if getattr(options, name.strip("-").replace("-", "_")) is not None and options.to != "megatron":
             raise ConfigurationError(
                 f"{name} needs --to megatron. `trainer-lib checkpoint convert -h` lists the options."
             )
-    if options.vocab_size is not None and (options.to is not None or not _is_megatron(options.folder)):
+    if options.vocab_size is not None and not is_from_megatron:
         raise ConfigurationError(f"--vocab-size needs a checkpoint of Megatron-LM (got {options.folder}).")
     of_exports = ("--overwrite", "--allow-pickle")
-    for name, is_given in given.items():
-        if is_given and (name in of_exports) != (options.to is not None):
-            need = "needs --to" if name in of_exports else "has no effect with --to"
-            raise ConfigurationError(f"{name} {need}. `trainer-lib checkpoint convert -h` lists the options.")
+    for name in (name for name, value in is_set.items() if value):
+        reason = None
+        if (name in of_exports) != (options.to is not None):
+            reason = "needs --to" if name in of_exports else "has no effect with --to"
+        elif options.to == "megatron":
+            reason = "has no effect with --to megatron"
+        elif is_from_megatron and name in ("--epochs", "--without"):
+            reason = "has no effect with a checkpoint of Megatron-LM, of which weights alone are converted"
+        if reason is not None:
+            raise ConfigurationError(f"{name} {reason}. `trainer-lib checkpoint convert -h` lists the options.")
 
 
 def _is_megatron(folder: Path) -> bool:
@@ -103,21 +120,21 @@ def _to_megatron(options: argparse.Namespace) -> int:
 
     layout = Layout(options.tensor_parallel or 1, options.pipeline_parallel or 1, options.transformer_impl != "local")
     written = from_transformers(options.folder, options.target, layout)
-    return _told(options, {"to": "megatron", "written": written}, "is in {} for Megatron-LM", written, {})
+    return _print_result(options, {"to": "megatron", "written": written}, "is in {} for Megatron-LM", written, {})
 
 
 def _from_megatron(options: argparse.Namespace) -> int:
     """Convert a checkpoint of Megatron-LM into a folder of transformers, and print what was left out."""
     from trainer_lib.checkpointing.third_party.megatron_lm.conversion import to_transformers
 
-    left_out = to_transformers(options.folder, options.target, options.vocab_size)
-    return _told(
+    left_out = to_transformers(options.folder, options.target, options.vocab_size, _shard_size(options))
+    return _print_result(
         options, {"library": "Megatron-LM", "left_out": left_out}, "of Megatron-LM is in {}: `from_pretrained` and "
         "`load_checkpoint_in_model` read it", [], left_out,
     )  # fmt: skip
 
 
-def _told(
+def _print_result(
     options: argparse.Namespace, facts: dict[str, Any], sentence: str, written: list[str], left_out: dict[str, str]
 ) -> int:  # fmt: skip
     if options.json:
@@ -147,6 +164,18 @@ def _export(options: argparse.Namespace) -> int:
     for name, reason in result.left_out.items():
         print(f"  without {name}: {reason}")
     return 0
+
+
+def _shard_size(options: argparse.Namespace) -> str:
+    return options.max_shard_size or "10GB"
+
+
+def positive_count(text: str) -> int:
+    """Return a count from the command line, of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return value
 
 
 def _passes(text: str) -> float:

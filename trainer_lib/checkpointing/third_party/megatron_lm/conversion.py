@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from argparse import Namespace
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,16 @@ from trainer_lib.tensor_files.weights_index import read_weights, weight_files
 
 _DIVISOR = 128  # Megatron-LM pads vocabularies to a multiple of it on each rank
 _WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Arguments that change what a model computes, and the values that transformers' models of these kinds compute with.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_rope_scaling": (None, False),
+    "rotary_percent": (None, 1),
+    "rotary_interleaved": (None, False),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "apply_layernorm_1p": (None, False),
+    "squared_relu": (None, False),
+    "window_size": (None, (-1, -1), [-1, -1]),
+}
 _ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "megatron-bert": "MegatronBertForMaskedLM"}
 
 
@@ -63,7 +74,9 @@ def is_megatron(folder: Path) -> bool:
     return folder.is_dir() and iteration_folder(folder) is not None
 
 
-def to_transformers(source: Path, target: str | Path, vocab_size: int | None = None) -> dict[str, str]:
+def to_transformers(
+    source: Path, target: str | Path, vocab_size: int | None = None, max_shard_size: int | str = "10GB"
+) -> dict[str, str]:  # fmt: skip
     """Convert a checkpoint of Megatron-LM into a folder that `from_pretrained` reads; return what was left out.
 
     Args:
@@ -71,6 +84,7 @@ def to_transformers(source: Path, target: str | Path, vocab_size: int | None = N
         target: The folder to create.
         vocab_size: The size of the vocabulary without padding; `None`: the one of the checkpoint's arguments, or with
             padding.
+        max_shard_size: The size of one file of weights in bytes, or a string such as "10GB".
 
     Raises:
         CheckpointError: If a piece is missing or damaged, or its pickle holds more than tensors and plain values.
@@ -83,6 +97,7 @@ def to_transformers(source: Path, target: str | Path, vocab_size: int | None = N
             f"{source} is no checkpoint of Megatron-LM: it has no {TRACKER} and no mp_rank_* folders."
         )
     weights, arguments, _ = read_pieces(pieces)
+    _check_arguments(pieces, arguments, weights, vocab_size)
     left_out = {"optimizer, schedule, generators": "only weights are converted"}
     known = vocab_size or arguments.get("vocab_size")
     if known is None:
@@ -93,9 +108,12 @@ def to_transformers(source: Path, target: str | Path, vocab_size: int | None = N
     if config.get("tie_word_embeddings", True):
         weights.pop(_OUTPUT, None)
     weights = {name: _of_vocabulary(name, weight, known) for name, weight in weights.items()}
-    converted = from_megatron(kind, _shape_of(arguments), weights)
+    try:
+        converted = from_megatron(kind, _shape_of(arguments), weights)
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{pieces} is damaged: its weights do not fit its arguments: {error}") from error
     with _complete(folder) as partial:
-        for name, content in weight_files(converted, "5GB").items():
+        for name, content in weight_files(converted, max_shard_size).items():
             content.write(partial / name)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return left_out
@@ -151,16 +169,19 @@ def _write_stage(
 @contextmanager
 def _complete(folder: Path) -> Generator[Path]:
     """Yield a folder that gets the name of `folder` once it is complete."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    temporary = None
     try:
-        partial.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        partial = temporary / folder.name  # with the usual permissions, which mkdtemp does not give
+        partial.mkdir()
         yield partial
         partial.rename(folder)
     except OSError as error:
         raise UnwritableError(f"{folder} could not be written: {error}.") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _new_folder(target: str | Path) -> Path:
@@ -179,6 +200,29 @@ def _read_config(source: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{source} has no config.json that can be read ({error}). Give a folder that save_pretrained wrote."
         ) from error
+
+
+def _check_arguments(
+    folder: Path, arguments: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size: int | None
+) -> None:  # fmt: skip
+    """Raise if arguments are missing, or change what the model computes."""
+    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if arguments.get(name) is None]
+    if missing or _WORDS not in weights:
+        raise CheckpointError(
+            f"{folder} is no checkpoint of a language model of Megatron-LM: it lacks {', '.join(missing or [_WORDS])}."
+        )
+    for name, plain in _PLAIN.items():
+        if arguments.get(name) not in plain:
+            raise UnsupportedError(
+                f"{folder} was trained with {name}={arguments[name]!r}, which changes what the model computes, and has "
+                f"no counterpart in the models of transformers that are written. Only {name}={plain[-1]!r} is "
+                "converted."
+            )
+    padded = len(weights[_WORDS])
+    if vocab_size is not None and vocab_size > padded:
+        raise ConfigurationError(
+            f"vocab_size must be at most {padded}, the padded size of the checkpoint (got {vocab_size})."
+        )
 
 
 def _shape_of(arguments: Mapping[str, Any]) -> Shape:
@@ -202,6 +246,7 @@ def _arguments_of(config: Mapping[str, Any], kind: Kind, layout: Layout) -> dict
     rope: Mapping[str, Any] = get("rope_parameters") or get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UnsupportedError(f"rope_parameters={dict(rope)} have no counterpart: only plain rotary embeddings have.")
+    _check_attention(config)
     return {
         "num_layers": get("n_layer") or config["num_hidden_layers"],
         "hidden_size": hidden,
@@ -222,11 +267,26 @@ def _arguments_of(config: Mapping[str, Any], kind: Kind, layout: Layout) -> dict
         "norm_epsilon": get("layer_norm_epsilon") or get("rms_norm_eps") or get("layer_norm_eps") or 1e-5,
         "untie_embeddings_and_output_weights": is_llama and not get("tie_word_embeddings", False),
         "add_bias_linear": not is_llama,
-        "add_qkv_bias": not is_llama or get("model_type") == "qwen2" or bool(get("attention_bias")),
+        "add_qkv_bias": not is_llama or get("model_type") == "qwen2",
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "bert_binary_head": False,
     }
+
+
+def _check_attention(config: Mapping[str, Any]) -> None:
+    """Raise if attention has a window, or biases that Megatron-LM's arguments cannot name."""
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings") or 0
+    if window is not None and window < positions and config.get("use_sliding_window", True):
+        raise UnsupportedError(
+            f"sliding_window={window} has no counterpart: it hides tokens, with max_position_embeddings={positions}. "
+            f"If your sequences are not longer than the window, set max_position_embeddings={window} in config.json."
+        )
+    if config.get("attention_bias"):
+        raise UnsupportedError(
+            "attention_bias=True has no counterpart: in Megatron-LM, add_bias_linear=True gives biases to the "
+            "feed-forward network too."
+        )
 
 
 def _config_of(arguments: Mapping[str, Any], weights: Mapping[str, Tensor], vocab_size: int | None) -> dict[str, Any]:

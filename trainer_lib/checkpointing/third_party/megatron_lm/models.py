@@ -117,7 +117,8 @@ KINDS = {
 
 def to_megatron(kind: Kind, shape: Shape, weights: Mapping[str, Tensor]) -> Weights:
     """Return the weights of a model of transformers under Megatron-LM's names, whole."""
-    remaining = dict(weights)
+    remaining = _with_prefix(weights) if kind.name == "gpt2" else dict(weights)
+    _check_layers(kind, shape, remaining)
     result: Weights = {}
     for name, theirs in kind.whole.items():
         _move(remaining, f"{theirs}.", result, f"{name}.")
@@ -158,6 +159,22 @@ def from_megatron(kind: Kind, shape: Shape, weights: Mapping[str, Tensor]) -> We
             f"This checkpoint has weights that a model of kind {kind.name} has not: {', '.join(list(remaining)[:5])}."
         )
     return result
+
+
+def _with_prefix(weights: Mapping[str, Tensor]) -> Weights:
+    """Return GPT-2's weights as `GPT2LMHeadModel` names them: files of `GPT2Model` lack a prefix; some have masks."""
+    kept = {name: value for name, value in weights.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    if any(name.startswith("transformer.") for name in kept):
+        return kept
+    return {name if name.startswith("lm_head.") else f"transformer.{name}": value for name, value in kept.items()}
+
+
+def _check_layers(kind: Kind, shape: Shape, weights: Mapping[str, Tensor]) -> None:
+    linear = (*kind.projections, *kind.gate)
+    names = [f"{kind.layer.format(index)}{name}.weight" for index in range(shape.layers) for name in linear]
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise CheckpointError(f"This model of kind {kind.name} lacks weights: {', '.join(missing[:5])}.")
 
 
 # Names under which transformers saves a weight a second time.

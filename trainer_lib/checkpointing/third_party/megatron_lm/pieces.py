@@ -4,6 +4,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -43,7 +44,9 @@ def iteration_folder(folder: Path) -> Path | None:
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
+    text = tracker.read_text(errors="replace").strip()
+    if text != "release" and not (text.isascii() and text.isdigit()):
+        raise CheckpointError(f"{tracker} must hold an iteration, or release (got {text[:40]!r}).")
     return folder / ("release" if text == "release" else f"iter_{int(text):07d}")
 
 
@@ -70,13 +73,19 @@ def read_pieces(folder: Path) -> tuple[Weights, Mapping[str, Any], int]:
             f"tensor and {arguments.get('pipeline_model_parallel_size', stages)} pipeline parallel ranks. Copy all "
             "mp_rank_* folders."
         )
-    version = float(first.get("checkpoint_version", 0))
+    version = first.get("checkpoint_version", 0)
+    if not isinstance(version, int | float):
+        raise CheckpointError(f"{folder} is damaged: its checkpoint_version must be a number (got {version!r}).")
     if version < 3:
         raise UnsupportedError(
-            f"{folder} has checkpoint_version {version}. Load and save it with Megatron-LM, which writes 3.0."
+            f"{folder} has checkpoint_version {float(version)}. Load and save it with Megatron-LM, which writes 3.0."
         )
     is_gated = bool(arguments.get("swiglu"))
-    joined = [_joined([pieces[rank, stage] for rank in range(tensor)], is_gated) for stage in range(stages)]
+    joined = [_joined(folder, [pieces[rank, stage] for rank in range(tensor)], is_gated) for stage in range(stages)]
+    if len({len(stage) for stage in joined}) != 1:
+        raise CheckpointError(
+            f"{folder} is damaged: its stages must have the same number of chunks (got {[len(s) for s in joined]})."
+        )
     return _in_order(joined), arguments, int(first.get("iteration", 0))
 
 
@@ -91,24 +100,36 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the contents of a piece; no code in it is run."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if path.is_file() else []
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError, LookupError, AssertionError, TypeError, EOFError, UnpicklingError):
         names = []  # reading it says what is wrong
     inert: list[Any] = [(Inert, name) for name in names if _INERT.fullmatch(name)]
     with torch.serialization.safe_globals(inert):
         state = read_with_arrays(path) if any("numpy" in name for name in names) else read_pickle(path)
-    if not isinstance(state, dict) or "args" not in state or not any(key.startswith("model") for key in state):
+    if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace) or not _chunk_names(state):
         raise CheckpointError(f"{path} is no piece of a checkpoint of Megatron-LM: it has no args and no model.")
     return state
 
 
-def _joined(ranks: Sequence[Mapping[str, Any]], is_gated: bool) -> list[Weights]:
+def _chunk_names(piece: Mapping[Any, Any]) -> list[str]:
+    """Return the keys of a piece's chunks in their order."""
+    names = [key for key in piece if isinstance(key, str) and re.fullmatch(r"model\d*", key)]
+    chunks = [name for name in names if isinstance(piece[name], Mapping)]
+    return ["model"] if "model" in chunks else sorted(chunks, key=lambda name: int(name.removeprefix("model")))
+
+
+def _joined(folder: Path, ranks: Sequence[Mapping[str, Any]], is_gated: bool) -> list[Weights]:
     """Return the weights of a stage, of each of its chunks, from those of the tensor parallel ranks."""
     first = ranks[0]
-    keys = ["model"] if "model" in first else sorted(key for key in first if re.fullmatch(r"model\d+", key))
     chunks: list[Weights] = []
-    for key in keys:
+    for key in _chunk_names(first):
         names = [name for name, value in first[key].items() if isinstance(value, Tensor) and "_extra_state" not in name]
-        chunks.append({name: join(name, [rank[key][name] for rank in ranks], is_gated) for name in names})
+        for name in names:
+            if not all(isinstance(rank.get(key, {}).get(name), Tensor) for rank in ranks):
+                raise CheckpointError(f"{folder} is damaged: not all tensor parallel ranks have {name} of {key}.")
+        try:
+            chunks.append({name: join(name, [rank[key][name] for rank in ranks], is_gated) for name in names})
+        except (RuntimeError, IndexError) as error:
+            raise CheckpointError(f"{folder} is damaged: the parts of a weight do not fit together: {error}") from error
     return chunks
 
 
@@ -127,9 +148,10 @@ def split(name: str, weight: Tensor, count: int, is_gated: bool) -> list[Tensor]
     dimension = _dimension(name)
     if count == 1 or dimension is None:
         return [weight] * count
-    if weight.shape[dimension] % count:
+    parts = 2 * count if is_gated and FC1 in name else count  # each rank has a part of the gate, and one of the rest
+    if weight.shape[dimension] % parts:
         raise UnsupportedError(
-            f"{name} of shape {tuple(weight.shape)} cannot be cut into {count} parts. Choose fewer tensor parallel "
+            f"{name} of shape {tuple(weight.shape)} cannot be cut into {parts} parts. Choose fewer tensor parallel "
             "ranks."
         )
     if is_gated and FC1 in name:
