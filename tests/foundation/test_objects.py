@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from trainer_lib.foundation.compat import (
     GatheredParameters,
@@ -40,6 +42,8 @@ def test_parameters_are_not_gathered_without_deepspeed() -> None:
     with GatheredParameters(parameters, modifier_rank=0):
         parameters.append(2)
     assert parameters == [1, 2]
+    with GatheredParameters(nn.Parameter(torch.tensor(1.0))):  # which is iterable only in name
+        pass
 
 
 def test_a_dict_for_all_threads_or_for_each() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib import StateError
-from trainer_lib.modules.activation_offload import ActivationOffload, HostMemory
+from trainer_lib.modules.activation_offload import ActivationOffload, HostMemory, PinnedCopies
 from trainer_lib.modules.forwards import wrap_forward
 
 
@@ -119,6 +119,52 @@ def test_a_saved_tensor_that_changes_in_place_is_an_error(transfers: HostMemory)
     wrap_forward(block, ActivationOffload(transfers, smallest=0).around_forward)
     with pytest.raises(StateError, match=r"shape \[2, 3\] that is needed for the backward was changed in place"):
         block(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
+class _Stream:
+    """A stream of the CPU, which has none."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def record_event(self) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+
+def test_a_tensor_that_changes_while_it_is_copied_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Stream", _Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", _Stream)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: tensor.detach().clone())
+    block, offload = nn.Sigmoid(), ActivationOffload(PinnedCopies(torch.device("cpu")), smallest=0)
+    wrap_forward(block, offload.around_forward)
+    output = block(torch.ones(2, 3, requires_grad=True))
+    output += 1  # the block has ended, and its copy may not have begun
+    with pytest.raises(StateError, match=r"shape \[2, 3\] that is needed for the backward was changed in place"):
+        block(torch.ones(2, 3, requires_grad=True))
+
+
+class _DifferentiatesInside(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        energy = inputs.sin()
+        (force,) = torch.autograd.grad(energy.sum(), inputs, create_graph=True)
+        return force.tanh() * energy
+
+
+def test_a_block_may_differentiate_inside_its_forward() -> None:
+    gradients: list[Any] = []
+    for transfers in (None, _Copies()):
+        block, inputs = _DifferentiatesInside(), torch.linspace(0, 1, 6).requires_grad_()
+        if transfers is not None:
+            wrap_forward(block, ActivationOffload(transfers, smallest=0).around_forward)
+        block(inputs).sum().backward()
+        gradients.append(inputs.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 def test_small_and_expanded_tensors_stay() -> None:

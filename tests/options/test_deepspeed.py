@@ -165,12 +165,15 @@ def test_the_page_says_what_becomes_of_each_field() -> None:
 
 def test_a_number_of_the_config_that_beats_a_dummys_is_named(caplog: pytest.LogCaptureFixture) -> None:
     config: dict[str, Any] = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": "auto", "eps": 1e-6}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.01, "weight_decay": "auto", "eps": 1e-6, "betas": [0.9, 0.95]},
+        },
         "zero_optimization": {"stage": 0},
     }
     for options, said in (
         ({}, []),
-        ({"lr": 0.01, "weight_decay": 0.5}, []),
+        ({"lr": 0.01, "weight_decay": 0.5, "betas": (0.9, 0.95)}, []),
         ({"lr": 0.001}, ["optimizer.params.lr is 0.01 in the DeepSpeed config and 0.001 in DummyOptim"]),
         ({"eps": 1e-8}, ["optimizer.params.eps is 1e-06 in the DeepSpeed config and 1e-08 in DummyOptim"]),
     ):
@@ -224,6 +227,15 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, says: st
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=says):
         HfDeepSpeedConfig(path)
+
+
+def test_the_scale_of_the_file_counts_when_fp16_comes_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    config = {"fp16": {"enabled": "auto", "initial_scale_power": 5}, "train_micro_batch_size_per_gpu": 1}
+    plugin = DeepSpeedPlugin(config, zero_stage=0)
+    scaler: Any = Accelerator(cpu=True, deepspeed_plugin=plugin).scaler
+    assert scaler.get_scale() == 32
+    assert plugin.get_value("fp16.enabled") is True
 
 
 def test_precision_comes_from_the_accelerator_unless_the_file_sets_it() -> None:

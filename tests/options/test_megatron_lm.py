@@ -62,6 +62,10 @@ def test_a_model_without_a_plan_of_sequences_has_its_usual_one(caplog: pytest.Lo
     assert resolve(gpt2(), splitting, 2) == resolve(gpt2(), usual, 2)
     assert "sequence_parallel=True has no effect on GPT2LMHeadModel: norms stay whole" in caplog.text
     assert resolve(llama(), splitting, 2)["model.norm"] == "sequence_parallel_gather"
+    caplog.clear()
+    bare: Any = llama().model  # its first block is named layers.0, so nothing would scatter the sequence
+    assert "sequence" not in str(resolve(bare, splitting, 2))
+    assert "sequence_parallel=True has no effect on LlamaModel" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.mixed_precision,
             self.device.type,
             handlers.get(AutocastKwargs),
-            handlers.get(GradScalerKwargs) or construction.scaler_of_deepspeed(deepspeed, precision),
+            handlers.get(GradScalerKwargs) or construction.scaler_of_deepspeed(deepspeed, self.state.mixed_precision),
             handlers.fp8_recipe(),
         )
         construction.check_compilation(

@@ -22,7 +22,7 @@ from trainer_lib.options.fp8_options import (
     TERecipeKwargs,
 )
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.memory_options import MemoryKwargs
+from trainer_lib.options.memory_options import MemoryKwargs, check_one_checkpointing
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -195,7 +195,7 @@ def warn_of_fp8_gather(precision: FullPrecision, plugin: FullyShardedDataParalle
     """Warn of weights that should be gathered in fp8, and are not gathered."""
     if plugin is None and getattr(getattr(precision, "config", None), "enable_fsdp_float8_all_gather", False):
         _logger.warning_once(
-            "enable_fsdp_float8_all_gather=True has no effect without FSDP: each rank has whole weights. Give an "
+            "enable_fsdp_float8_all_gather=True has no effect without FSDP: each rank has whole weights. Give a "
             "FullyShardedDataParallelPlugin, or leave it out."
         )
 
@@ -243,10 +243,9 @@ def check_compilation(
 def check_memory(options: MemoryKwargs, state: AcceleratorState) -> None:
     """Raise for options that save memory in two ways at once, or cannot be compiled."""
     fsdp, compilation = state.fsdp_plugin, state.dynamo_plugin
-    if options.gradient_checkpointing and fsdp is not None and fsdp.activation_checkpointing:
-        raise ConfigurationError(
-            "MemoryKwargs(gradient_checkpointing=True) and activation_checkpointing=True of the FSDP plugin set the "
-            "same thing. Give one of them."
+    if fsdp is not None and fsdp.activation_checkpointing:
+        check_one_checkpointing(
+            options.gradient_checkpointing, options.activation_offload, "activation_checkpointing=True of fsdp_plugin"
         )
     if options.optimizer_in_backward and state.megatron_lm_plugin is not None:
         raise ConfigurationError(

@@ -105,7 +105,8 @@ def _name_differences(plugin: DeepSpeedPlugin, kind: str, section: str, given: M
     """Warn of numbers that a script gives to a dummy and that the config, which counts, says otherwise."""
     for name, value in given.items():
         key = f"{section}.params.{name}"
-        if plugin.get_value(key) not in (None, value):
+        of_script = list(value) if isinstance(value, tuple) else value  # JSON has no tuples
+        if plugin.get_value(key) not in (None, of_script):
             _logger.warning(
                 '%s is %r in the DeepSpeed config and %r in %s: the config counts. Write "auto" into it to use the '
                 "script's value.",

@@ -157,7 +157,9 @@ class PrepareMethods(CollectiveMethods):
         if (self.device_placement if device_placement is None else device_placement) and not is_spread:
             model = self.strategy.place(model)
         if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.recomputes:
-            checkpoint_activations(model, first=self.state.megatron_lm_plugin.recomputed_blocks)
+            checkpoint_activations(
+                model, first=self.state.megatron_lm_plugin.recomputed_blocks, option="recompute_activations"
+            )
         if not evaluation_mode:
             save_activation_memory(model, self.memory_options)
         self.sequence_split.attach(model)

@@ -7,6 +7,8 @@ from functools import reduce
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 
 def get_pretty_name(obj: Any) -> str:
     """Return the name of a class or function; of any other object, the name of its class."""
@@ -51,7 +53,7 @@ def GatheredParameters(  # noqa: N802 - the name is DeepSpeed's
         fwd_module: The module that uses them in a forward, for parameters of other modules.
         enabled: Whether to gather them.
     """
-    given: list[Any] = list(params) if isinstance(params, Iterable) and not hasattr(params, "ds_id") else [params]
+    given: list[Any] = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
     sharded = [parameter for parameter in given if hasattr(parameter, "ds_id")] if enabled else []
     if not sharded:
         yield

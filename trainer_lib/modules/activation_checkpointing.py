@@ -51,6 +51,7 @@ def checkpoint_activations(
     every: int = 1,
     policy: RecomputePolicy | None = None,
     first: int | None = None,
+    option: str = "gradient_checkpointing",
 ) -> None:
     """Let blocks of a model recompute their activations in the backward, without changing modules or names.
 
@@ -63,6 +64,7 @@ def checkpoint_activations(
         every: Only every n-th block recomputes its activations, from the first one on.
         policy: Which operations in these blocks keep their outputs; see `selective_contexts`.
         first: Only so many blocks recompute their activations, from the first one on.
+        option: The name of the option that asks for it, for errors.
 
     Raises:
         ConfigurationError: If the model has no such blocks.
@@ -77,7 +79,7 @@ def checkpoint_activations(
         if first is not None:
             _switch_layers(model, range(first), f"recompute_num_layers={first}", "recompute_num_layers")
         return
-    for index, block in enumerate(_chosen(model, blocks, "activation_checkpointing")):
+    for index, block in enumerate(_chosen(model, blocks, option)):
         if index % every == 0 and (first is None or index < first):
             run = functools.partial(checkpoint, **options)
             wrap_forward(

@@ -77,8 +77,8 @@ class PinnedCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
-        self._sources: list[Tensor] = []  # of the block that runs
-        self._in_flight: deque[tuple[Any, list[Tensor]]] = deque()
+        self._sources: list[tuple[Tensor, int]] = []  # of the block that runs, and their versions
+        self._in_flight: deque[tuple[Any, list[tuple[Tensor, int]]]] = deque()
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Start a copy to pinned memory."""
@@ -86,7 +86,8 @@ class PinnedCopies:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             host.copy_(tensor, non_blocking=True)
-        self._sources.append(tensor)  # its memory must not be used again before it is copied
+        # Its memory must not be used again, or changed, before it is copied.
+        self._sources.append((tensor, tensor._version))  # pyright: ignore[reportPrivateUsage]
         return host
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -115,7 +116,9 @@ class PinnedCopies:
 
     def _free(self, but: int) -> None:
         while len(self._in_flight) > but:
-            event, _ = self._in_flight.popleft()
+            event, sources = self._in_flight.popleft()
+            for tensor, version in sources:
+                _check_version(tensor, version)
             self.wait(event)  # so what computes next may use the memory
 
 
@@ -212,6 +215,9 @@ class BlockActivations:
             before = self._before()
             if before is not None:
                 before.fetch()
+        if not packed.is_here:  # saved after a backward that the forward of the block runs itself
+            packed.fetch(self._transfers)
+            self._transfers.wait(self._transfers.mark())
         return packed.restored()
 
     def fetch(self) -> None:
@@ -258,6 +264,11 @@ class SavedActivation:
         self._here: Tensor | None = None
         self._stays = self._host is self._source
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on the device, or on its way."""
+        return self._here is not None
+
     def leave(self) -> None:
         """Let the device's memory be freed."""
         self._check()
@@ -275,11 +286,16 @@ class SavedActivation:
         return self._rebuild(self._here)
 
     def _check(self) -> None:
-        if self._source is not None and self._source._version != self._version:  # pyright: ignore[reportPrivateUsage]
-            raise StateError(
-                f"A tensor of shape {list(self._source.shape)} that is needed for the backward was changed in place. "
-                "Change a copy instead, for example x = x + 1 instead of x += 1."
-            )
+        if self._source is not None:
+            _check_version(self._source, self._version)
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:  # pyright: ignore[reportPrivateUsage] - autograd checks it without hooks
+        raise StateError(
+            f"A tensor of shape {list(tensor.shape)} that is needed for the backward was changed in place. Change a "
+            "copy instead, for example x = x + 1 instead of x += 1."
+        )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -48,6 +48,18 @@ class MemoryKwargs(KwargsHandler):
         return self.gradient_checkpointing or self.activation_offload
 
 
+def check_one_checkpointing(gradient_checkpointing: bool, activation_offload: bool, other: str) -> None:
+    """Raise for options that keep activations elsewhere, if FSDP's `other` lets blocks recompute them already."""
+    if gradient_checkpointing:
+        raise ConfigurationError(f"gradient_checkpointing=True and {other} set the same thing. Give one of them.")
+    if activation_offload:
+        raise ConfigurationError(
+            f"activation_offload=True does not work with {other}: blocks would recompute nothing. Give "
+            "gradient_checkpointing=True with activation_offload=True, or activation_checkpointing_offload=True of the "
+            "FSDP plugin."
+        )
+
+
 def check_checkpointing(gradient_checkpointing: bool, every: int, policy: RecomputePolicy | None) -> None:
     """Raise for details of activation checkpointing without it."""
     details = {"every": every if every > 1 else None, "policy": policy}

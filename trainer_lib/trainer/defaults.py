@@ -187,13 +187,15 @@ def _collate_fn(trainer: TrainerInterface) -> Any:
 
 
 def _reading(trainer: TrainerInterface, dataset: Any, batch_size: int) -> dict[str, Any]:
-    args = trainer.args
+    args, num_workers = trainer.args, _num_workers(trainer, dataset, batch_size)
+    # Each rank measures by itself: options of workers must not fail on those that choose none.
+    chose_none = num_workers == 0 and args.num_workers == "auto" and not isinstance(dataset, DataLoader)
     return {
         "num_processes": trainer.accelerator.data_group.size,
-        "num_workers": _num_workers(trainer, dataset, batch_size),
+        "num_workers": num_workers,
         "pin_memory": args.pin_memory,
-        "prefetch_factor": args.prefetch_factor,
-        "persistent_workers": args.persistent_workers,
+        "prefetch_factor": None if chose_none else args.prefetch_factor,
+        "persistent_workers": args.persistent_workers and not chose_none,
     }
 
 

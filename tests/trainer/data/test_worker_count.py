@@ -29,6 +29,12 @@ def test_slow_samples_get_workers_and_fast_ones_none(monkeypatch: pytest.MonkeyP
     assert measured_workers(iter([1]), 4, list) == (0, "the dataset cannot be read by index")
 
 
+def test_options_of_workers_fall_away_where_none_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_count, "_HANDOVER", 10.0)
+    given = arguments(max_steps=1, num_workers="auto", prefetch_factor=4, persistent_workers=True)
+    assert trainer(given, train_dataset=points(16)).fit().state.step == 1
+
+
 def test_the_banner_says_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     trainer(arguments(max_steps=1, num_workers="auto"), train_dataset=points(16)).fit()
     assert "by num_workers='auto': a batch takes" in capsys.readouterr().err

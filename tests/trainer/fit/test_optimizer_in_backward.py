@@ -9,7 +9,16 @@ from torch import nn
 
 from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import run_world
-from trainer_lib import Accelerator, ConfigurationError, NonFiniteError, UnsupportedError
+from trainer_lib import (
+    Accelerator,
+    AcceleratorState,
+    ConfigurationError,
+    FullyShardedDataParallelPlugin,
+    MemoryKwargs,
+    NonFiniteError,
+    PartialState,
+    UnsupportedError,
+)
 from trainer_lib.callbacks import GradientNorms
 
 
@@ -107,6 +116,24 @@ def test_callbacks_that_need_gradients_are_refused() -> None:
     given = arguments(max_grad_norm=None, optimizer_in_backward=True)
     with pytest.raises(UnsupportedError, match="callbacks that need gradients"):
         trainer(given, callbacks=[GradientNorms()]).fit()
+
+
+def test_blocks_that_recompute_and_offload_at_once_are_refused() -> None:
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
+    for options, message in (
+        ({"activation_offload": True}, "activation_offload=True does not work with fsdp.activation_checkpointing=True"),
+        ({"gradient_checkpointing": True}, "and fsdp.activation_checkpointing=True set the same thing"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            arguments(fsdp=plugin, **options)
+    memory = MemoryKwargs(activation_offload=True)
+    with pytest.raises(ConfigurationError, match="activation_offload=True does not work with activation_checkpointing"):
+        Accelerator(cpu=True, kwargs_handlers=[memory], fsdp_plugin=plugin)
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    given = arguments(gradient_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="the accelerator was made with options that save activations too"):
+        trainer(given, accelerator=Accelerator(cpu=True, kwargs_handlers=[memory]))
 
 
 def test_an_accelerator_that_was_made_otherwise_is_refused() -> None:

@@ -20,6 +20,7 @@ _LEVERS: tuple[Mapping[str, Any], ...] = (
     {"chunked_cross_entropy": True},
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "chunked_cross_entropy": True},
+    {"optimizer_in_backward": True, "max_grad_norm": None, "on_nonfinite": "raise"},  # which excludes the others
     {"optimizer": "adamw_8bit"},
     {"activation_offload": True},
     {"gradient_checkpointing": True, "chunked_cross_entropy": True, "optimizer": "adamw_8bit"},
@@ -96,7 +97,7 @@ def suggested_lever(simulation: Simulation, mesh: Mesh, memory: int) -> str:
             size = rank.heaviest(mesh.config, offload.get("plugin", mesh.plugin)).memory.total
         except (ConfigurationError, UnsupportedError):  # the model does not take it
             continue
-        words = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items())
+        words = _words(changes)
         if size <= memory:
             others = f" Not enough: {', '.join(tried)}." if tried else ""
             return f"This mesh fits with {words} ({convert_bytes(size)}).{others}"
@@ -104,11 +105,19 @@ def suggested_lever(simulation: Simulation, mesh: Mesh, memory: int) -> str:
     return f"No lever makes this mesh fit into {convert_bytes(memory)}. Tried: {', '.join(tried)}."
 
 
+def _words(changes: Mapping[str, Any]) -> str:
+    """Return the options that make these changes."""
+    if "optimizer_in_backward" in changes:
+        without_clipping = " (without gradient clipping: max_grad_norm=None)" if "max_grad_norm" in changes else ""
+        return f"--optimizer_in_backward{without_clipping}"
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items())
+
+
 def _levers(args: TrainingArguments, mesh: Mesh) -> Iterator[Mapping[str, Any]]:
     """Yield the levers that are not in use."""
     known: list[Mapping[str, Any]] = list(_LEVERS)
-    if hasattr(args, "optimizer_in_backward"):
-        known.insert(3, {"optimizer_in_backward": True})
+    if args.optimizer_in_backward:
+        known = [changes for changes in known if "optimizer_in_backward" not in changes]
     if mesh.plugin is not None and not mesh.plugin.offload.to_cpu:
         known += [{"cpu_offload": True}, {"gradient_checkpointing": True, "cpu_offload": True}]
     if args.optimizer not in ("adamw", "adam"):

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.base import check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
@@ -200,6 +201,7 @@ class DeepSpeedPlugin:
         for name in ("fp16", "bf16"):
             key, enabled, value = f"{name}.enabled", name == precision, self.get_value(f"{name}.enabled")
             if value == AUTO:
+                enabled = name == (precision or environment.mixed_precision_requested())
                 self._filled[key] = enabled
                 self.hf_ds_config.set_value(key, enabled)
             elif value is not None and bool(value) != enabled and precision is not None:

@@ -75,7 +75,8 @@ class ShardedModel:
         ignored = ignored_modules(model, plugin.ignored_modules)
         wrapped = modules_to_wrap(model, plugin, ignored)
         if plugin.activation_checkpointing:
-            checkpoint_activations(model, list(wrapped.values()), bool(plugin.activation_checkpointing_offload))
+            offload = bool(plugin.activation_checkpointing_offload)
+            checkpoint_activations(model, list(wrapped.values()), offload, option="activation_checkpointing")
         self._before = dict(model.named_parameters(remove_duplicate=False))
         if not splitting.is_done:
             self._materialize_on_rank_zero()

@@ -38,10 +38,11 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "lm_head": "colwise_gather_output",
     },
 }
+_FIRST_BLOCK = "model.layers.0"
 # Plans in which each rank computes the norms of its part of the sequence.
 _SEQUENCES = {
     "model.embed_tokens": "embedding_rowwise",
-    "model.layers.0": "scatter_sequence",
+    _FIRST_BLOCK: "scatter_sequence",
     "*.*_layernorm": "sequence_parallel",
     "*.self_attn": "gather_sequence",
     "*.[qkv]_proj": "colwise",
@@ -68,7 +69,7 @@ def resolve(model: nn.Module, config: TorchTensorParallelConfig, size: int) -> d
         ConfigurationError: If there is no plan, a pattern matches no module, or sizes do not divide.
     """
     modules = dict(model.named_modules())
-    patterns = _patterns(model, config)
+    patterns = _patterns(model, config, modules)
     chosen: dict[str, str] = {}
     for pattern, style in patterns.items():
         if style not in STYLES:
@@ -87,18 +88,21 @@ def resolve(model: nn.Module, config: TorchTensorParallelConfig, size: int) -> d
     return chosen
 
 
-def _patterns(model: nn.Module, config: TorchTensorParallelConfig) -> Mapping[str, str]:
+def _patterns(
+    model: nn.Module, config: TorchTensorParallelConfig, modules: Mapping[str, nn.Module]
+) -> Mapping[str, str]:
     if config.plan is not None:
         return config.plan
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if config.sequence_parallel and kind in _OF_SEQUENCES:
+    if config.sequence_parallel and kind in _OF_SEQUENCES and _FIRST_BLOCK in modules:
         return _SEQUENCES
     if config.sequence_parallel:
         _logger.warning_once(
             "sequence_parallel=True has no effect on %s: norms stay whole on each rank. Kinds of models with parts of "
-            "sequences: %s.",
+            "sequences: %s, with a module named %s.",
             type(model).__name__,
             ", ".join(_OF_SEQUENCES),
+            _FIRST_BLOCK,
         )
     known = _PLANS.get(kind, {})
     return _with_experts(getattr(model, "tp_plan", None) or {}) or known

@@ -10,7 +10,7 @@ from typing import Any
 from trainer_lib.foundation.duration import NEVER
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.metric_names import greater_is_better_for
-from trainer_lib.options.memory_options import check_checkpointing
+from trainer_lib.options.memory_options import check_checkpointing, check_one_checkpointing
 from trainer_lib.trainer.arguments import value_checks as checks
 
 Rule = Callable[..., None]
@@ -248,17 +248,15 @@ def _local_training(
 
 
 @_rule
-def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool) -> None:
+def _sharding(fsdp: Any, ddp: Any, gradient_checkpointing: bool, activation_offload: bool) -> None:
     if not fsdp:
         return
     if ddp is not None:
         raise ConfigurationError(
             "fsdp and ddp are both given: a model is either sharded or replicated. Give one of them."
         )
-    if gradient_checkpointing and getattr(fsdp, "activation_checkpointing", False):
-        raise ConfigurationError(
-            "gradient_checkpointing=True and fsdp.activation_checkpointing=True set the same thing. Give one of them."
-        )
+    if getattr(fsdp, "activation_checkpointing", False):
+        check_one_checkpointing(gradient_checkpointing, activation_offload, "fsdp.activation_checkpointing=True")
 
 
 @_rule

@@ -264,6 +264,13 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
             f"{in_backward}. Give TrainingArguments(optimizer_in_backward={in_backward}), or make the accelerator with "
             f"kwargs_handlers=[MemoryKwargs(optimizer_in_backward={args.optimizer_in_backward})]."
         )
+    ours = [name for name in ("gradient_checkpointing", "activation_offload") if getattr(args, name)]
+    fsdp = accelerator.state.fsdp_plugin
+    if ours and (accelerator.memory_options.saves_activations or (fsdp is not None and fsdp.activation_checkpointing)):
+        raise ConfigurationError(
+            f"{ours[0]}=True, and the accelerator was made with options that save activations too. Set them in one "
+            "place: in TrainingArguments, or in the accelerator (MemoryKwargs, or its fsdp_plugin)."
+        )
     settings = {
         "mixed_precision": accelerator.mixed_precision,
         "use_cpu": accelerator.device.type == "cpu",
