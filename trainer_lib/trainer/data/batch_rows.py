@@ -67,6 +67,7 @@ def real_rows(batch: Any, rows: "Rows") -> Any:
         ConfigurationError: If the batch does not have one row per sample.
 
     Example:
+        >>> from trainer_lib.state.gradient_state import Rows
         >>> real_rows(["a cat", "a dog", "a cat"], Rows(total=3, real=2))
         ['a cat', 'a dog']
     """
