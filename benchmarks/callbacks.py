@@ -176,10 +176,12 @@ def more_calls(case: Case, folder: Path, short: int = 50, long: int = 150) -> fl
         # The difference of two lengths: what a loop costs once, at its start and end, drops out.
         counters = {steps: CallCounter() for steps in (short, long)}
         for steps, counter in counters.items():
-            train(case, steps, folder, has_it, counter)
+            train(case, steps, folder, has_it, counter, has_bar=False)  # a bar is drawn by the clock
         return (counters[long].calls - counters[short].calls) / (long - short)
 
-    train(case, short, folder, has_it=True, meter=Meter())  # what is imported or kept at the first use is not counted
+    train(
+        case, short, folder, has_it=True, meter=Meter(), has_bar=False
+    )  # what is imported or kept at the first use is not counted
     return calls(has_it=True) - calls(has_it=False)
 
 
@@ -195,7 +197,7 @@ def figures_line(name: str, pairs: Sequence[tuple[Sample, Sample]], calls: float
     return "; ".join(words)
 
 
-def train(case: Case, steps: int, folder: Path, has_it: bool, meter: Meter) -> None:
+def train(case: Case, steps: int, folder: Path, has_it: bool, meter: Meter, has_bar: bool = True) -> None:
     """Train, and measure the loop."""
     around = callbacks.LambdaCallback(
         on_epoch_begin=lambda run: meter.start(), on_epoch_end=lambda run: meter.stop(), order=1000
@@ -207,7 +209,7 @@ def train(case: Case, steps: int, folder: Path, has_it: bool, meter: Meter) -> N
             num_train_epochs=1,
             per_device_train_batch_size=BATCH_SIZE,
             log_every="50 steps",
-            progress_bar=True,
+            progress_bar=has_bar,
             use_cpu=True,
             **options,
         )

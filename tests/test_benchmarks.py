@@ -220,7 +220,7 @@ def test_callbacks_are_measured_beside_the_run_without_them(name: str, tmp_path:
 @pytest.mark.usefixtures("frozen")
 def test_what_callbacks_add_to_a_step_is_counted(tmp_path: Path) -> None:
     (case,) = (case for case in callbacks.cases() if case.name == "LambdaCallback")
-    assert callbacks.more_calls(case, tmp_path, short=8, long=24) == 1  # the function
+    assert callbacks.more_calls(case, tmp_path, short=8, long=24) == 2  # the function, and its event
 
 
 def test_figures_of_callbacks_are_those_of_pairs() -> None:

@@ -26,7 +26,8 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
 
     assert completed("trainer-lib", "la") == ["launch"]
     assert completed("trainer-lib", "launch", "--num_p") == ["--num_processes"]
-    assert completed("trainer-lib", "launch", "--megatron_lm_eod") == []
+    assert completed("trainer-lib", "launch", "--megatron_lm_eod") == ["--megatron_lm_eod_mask_loss"]
+    assert completed("trainer-lib", "launch", "--megatron_lm_no_load") == []  # an option that is refused
     assert completed("trainer-lib", "config", "up") == ["update"]
     assert completed("trainer-lib", "env", "--j") == ["--json"]
     assert completed("trainer-lib", "train", "--label_c") == ["--label_column"]

@@ -56,6 +56,11 @@ def list_runs(folder: AnyPath) -> list[RunSummary]:
     return sorted((summarize_run(path) for path in folders), key=lambda run: (run.created, str(run.path)))
 
 
+def name_of(run: AnyPath, folder: AnyPath) -> str:
+    """Return the name of a run in a list of those in a folder."""
+    return run.resolve().name if run == folder else str(run).removeprefix(f"{folder}/")
+
+
 def summarize_run(folder: AnyPath) -> RunSummary:
     """Return the summary of a run."""
     facts, file = facts_of(folder), history_file(folder)

@@ -1,7 +1,6 @@
 """The options of `trainer-lib plan`."""
 
 import argparse
-import dataclasses
 
 from trainer_lib.commands.subcommands import add_option, make_parser
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
@@ -55,15 +54,10 @@ def plan_command_parser() -> argparse.ArgumentParser:
     )
     add_option(parser, "optimizer", help="as in TrainingArguments: adamw, sgd, adamw_8bit, muon … (default: adamw)")
     add_option(parser, "cpu_offload", action="store_true", help="FSDP2 keeps shards in CPU memory")
-    from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
     for name, help_text in _LEVERS.items():
-        if name in known:
-            add_option(parser, name, action="store_true", help=help_text)
+        add_option(parser, name, action="store_true", help=help_text)
     add_option(parser, "gradient_checkpointing_every", type=_count, help="recompute those of every n-th block only")
-    if "gradient_checkpointing_policy" in known:
-        add_option(parser, "gradient_checkpointing_policy", help="as in TrainingArguments")
+    add_option(parser, "gradient_checkpointing_policy", help="as in TrainingArguments")
     add_option(parser, "with_weights", action="store_true", help="let a script's models have real weights")
     add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")
     add_option(parser, "trust_remote_code", action="store_true", help="let code of the model on the Hub run")

@@ -106,8 +106,8 @@ def _listing(options: argparse.Namespace) -> str:
 
 def _row(run: "RunSummary", folder: AnyPath, with_sparkline: bool) -> dict[str, str]:
     from trainer_lib.runs.report.formatting import duration, short
-    from trainer_lib.runs.report.runs_page import name_of
     from trainer_lib.runs.report.sparkline import sparkline
+    from trainer_lib.runs.run_summary import name_of
 
     total = "" if run.max_steps is None else f"/{run.max_steps}"
     best = "" if run.best is None else f"{run.best['metric']} {short(run.best['value'])} at {run.best['step']}"

@@ -27,9 +27,8 @@ class GPTSamples(Dataset[Sample]):
         sequences: The first sequence, and the one after the last; `None`: all.
 
     Example:
-        >>> import tempfile
         >>> from trainer_lib.data_loader.megatron_lm.indexed_dataset import write_indexed_dataset
-        >>> prefix = Path(tempfile.mkdtemp()) / "text"
+        >>> prefix = Path("text")
         >>> write_indexed_dataset(prefix, [[[1, 2, 3]], [[4, 5]]])
         >>> [sample["text"].tolist() for sample in GPTSamples(IndexedDataset(prefix), seq_length=2)]
         [[1, 2, 3], [3, 4, 5]]

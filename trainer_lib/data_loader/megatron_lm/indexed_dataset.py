@@ -42,8 +42,7 @@ class IndexedDataset(Dataset[np.ndarray[Any, Any]]):
         ConfigurationError: If a file is missing, damaged, or of another format.
 
     Example:
-        >>> import tempfile
-        >>> prefix = Path(tempfile.mkdtemp()) / "text"
+        >>> prefix = Path("text")
         >>> write_indexed_dataset(prefix, [[[5, 6, 7]], [[8, 9]]])
         >>> [sequence.tolist() for sequence in IndexedDataset(prefix)]
         [[5, 6, 7], [8, 9]]

@@ -9,8 +9,8 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.runs.report.live_pages import Answer, LivePages
 from trainer_lib.runs.report.report_data import Source, contents
 from trainer_lib.runs.report.report_page import MAX_RUNS, page
-from trainer_lib.runs.report.runs_page import name_of, runs_data, runs_page
-from trainer_lib.runs.run_summary import list_runs
+from trainer_lib.runs.report.runs_page import runs_data, runs_page
+from trainer_lib.runs.run_summary import list_runs, name_of
 
 _KEPT = 100  # comparisons whose histories are in memory
 

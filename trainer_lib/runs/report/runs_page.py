@@ -11,7 +11,7 @@ from urllib.parse import quote
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.runs.report.report_page import REPORT_FILE, fill_page
-from trainer_lib.runs.run_summary import RunSummary, list_runs
+from trainer_lib.runs.run_summary import RunSummary, list_runs, name_of
 
 _SCRIPTS = ("format.js", "elements.js", "theme.js", "tables.js", "runs.js")
 
@@ -44,11 +44,6 @@ def runs_data(folder: AnyPath, links_from: Path | None = None, is_live: bool = F
     """
     runs = [_row(run, folder, links_from) for run in list_runs(folder)]
     return {"written": time.time(), "live": is_live, "folder": str(folder), "runs": runs}
-
-
-def name_of(run: AnyPath, folder: AnyPath) -> str:
-    """Return the name of a run in a list of those in a folder."""
-    return run.resolve().name if run == folder else str(run).removeprefix(f"{folder}/")
 
 
 def _row(run: RunSummary, folder: AnyPath, links_from: Path | None) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def measured_workers(dataset: Any, batch_size: int, collate_fn: Callable[[list[A
         collate_fn: Collates a list of samples.
 
     Example:
-        >>> measured_workers([1, 2, 3], 2, list).workers
-        0
+        >>> measured_workers({1, 2, 3}, 2, list)
+        WorkerCount(workers=0, reason='the dataset cannot be read by index')
     """
     size = length_of(dataset)
     seconds = (
