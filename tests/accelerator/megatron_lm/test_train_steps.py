@@ -101,6 +101,7 @@ def test_losses_and_gradients_are_those_of_the_model(name: str) -> None:
     outputs = model(**batch)
     accelerator.backward(outputs.loss)
     torch.testing.assert_close(outputs.loss, torch.stack(parts).mean(), rtol=1e-6, atol=0)
+    accelerator.unscale_gradients()  # they are sums over rows until then, or until the step
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         if other.grad is not None:
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-7)
@@ -383,3 +384,58 @@ def test_a_schedule_of_samples_and_weight_decay() -> None:
     assert decays == pytest.approx([0.1 + 0.05 * step for step in range(9)])
     schedule.load_state_dict(states[2])
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(decays[3])
+
+
+def test_uneven_micro_batches_are_one_big_batch() -> None:
+    expected: Any = model_of(gpt2)
+    loss = expected(input_ids=TOKENS[:7], labels=TOKENS[:7]).loss
+    loss.backward()
+    accelerator, model, optimizer = prepared(model_of(gpt2), num_micro_batches=2, custom_train_step_class=GPTTrainStep)
+    assert accelerator.state.megatron_lm_plugin is not None
+    accelerator.state.megatron_lm_plugin.micro_batch_size = 1  # of a loader for evaluation
+    assert [len(part["x"]) for part in model.get_batch_data_iterator({"x": TOKENS[:7]})] == [4, 3]
+    outputs = model(input_ids=TOKENS[:7])
+    torch.testing.assert_close(outputs.loss, loss.detach(), rtol=1e-6, atol=0)
+    optimizer.step()  # which divides by the rows
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other - 0.1 * other.grad, rtol=1e-6, atol=1e-6)
+    model.eval()
+    with pytest.raises(ConfigurationError, match="does not require gradients"):
+        accelerator.backward(model(input_ids=TOKENS).loss)
+
+
+def test_a_window_without_a_token_has_loss_0() -> None:
+    _accelerator, model, _ = prepared(model_of(gpt2), calculate_per_token_loss=True)
+    assert model(input_ids=TOKENS, labels=torch.full_like(TOKENS, -100)).loss.item() == 0
+
+
+def test_decoders_start_with_the_token_of_the_configuration() -> None:
+    model: Any = model_of(t5)
+    model.config.decoder_start_token_id, model.config.pad_token_id = 3, 5
+    expected = model(input_ids=TOKENS, labels=masked()).loss.detach()
+    _accelerator, engine, _ = prepared(model, custom_train_step_class=T5TrainStep)
+    torch.testing.assert_close(engine(input_ids=TOKENS, labels=masked()).loss, expected)
+    engine.train_step_handler.args.decoder_start_token_id = None
+    with pytest.raises(ConfigurationError, match="T5TrainStep needs decoder_start_token_id"):
+        engine(input_ids=TOKENS, labels=masked())
+
+
+def test_masks_of_ends_of_texts_need_ends() -> None:
+    model: Any = model_of(gpt2)
+    model.config.eos_token_id = [0, 1]
+    expected = model(input_ids=TOKENS, labels=torch.where(TOKENS.roll(1, 1) < 2, -100, TOKENS)).loss.detach()
+    accelerator, engine, _ = prepared(model, eod_mask_loss=True)
+    torch.testing.assert_close(engine(input_ids=TOKENS).loss, expected)
+    model = model_of(gpt2)
+    model.config.eos_token_id = None
+    with pytest.raises(ConfigurationError, match="needs the token that ends a text"):
+        accelerator.prepare(model)
+    for make in (bert, t5):
+        with pytest.raises(ConfigurationError, match="needs GPTTrainStep"):
+            accelerator.prepare(model_of(make))
+
+
+def test_the_second_task_of_bert_is_not_weighed_by_tokens() -> None:
+    _accelerator, model, _ = prepared(model_of(pretraining), calculate_per_token_loss=True)
+    with pytest.raises(UnsupportedError, match="does not work with BERT's second task"):
+        model(**BATCHES["both tasks"][2])

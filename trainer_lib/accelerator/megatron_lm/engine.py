@@ -101,6 +101,7 @@ class Windows:
 
     def evaluated(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return what the step reports, without gradients."""
+        self.holds_gradients = False  # a backward of this loss is an error
         with torch.no_grad():
             return self._mean([self._loss(chunk) for chunk in self.micro_batches(batch)])
 
@@ -125,7 +126,7 @@ class Windows:
                 "A train step needs a batch of keywords whose tensors have the same number of rows (got "
                 f"{shown({name: getattr(value, 'shape', value) for name, value in batch.items()})})."
             )
-        size = self._plugin.micro_batch_size or -(-rows.pop() // (self._plugin.num_micro_batches or 1))
+        size = max(-(-rows.pop() // (self._plugin.num_micro_batches or 1)), 1)
         parts = {name: torch.split(value, size) for name, value in batch.items() if isinstance(value, Tensor)}
         return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
@@ -161,7 +162,8 @@ class Windows:
             loss, tokens, report = returned
             return WeightedLoss(loss, tokens, report)
         loss, report = returned
-        return WeightedLoss(loss, 1.0, report)
+        rows = next(len(value) for value in chunk.values())
+        return WeightedLoss(loss * rows, float(rows), report)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         with self.plain_calls():
@@ -185,6 +187,7 @@ class Windows:
         *means, weight = avg_losses_across_data_parallel_group(
             [(value * weights).sum() for value in values] + [weights.sum()]
         )
+        weight = weight.where(weight > 0, 1.0)  # without a token that counts, the mean is 0
         averaged = {name: mean / weight for name, mean in zip(scalars, means, strict=True)}
         return {
             name: averaged[name] if name in averaged else torch.cat([loss.facts[name] for loss in losses])
@@ -241,7 +244,7 @@ def step_arguments(accelerator: "Accelerator", model: Any) -> Namespace:
     plugin, config = accelerator.state.megatron_lm_plugin, getattr(model, "config", None)
     assert plugin is not None
     kind = _model_type(config)
-    vocabulary = getattr(config, "vocab_size", None)
+    vocabulary, ends = getattr(config, "vocab_size", None), _ends_of_documents(config)
     is_pretraining = kind != "bert" or any(part in type(model).__name__ for part in ("PreTraining", "MaskedLM"))
     labels = int(getattr(config, "num_labels", 2) or 2)
     return Namespace(
@@ -253,7 +256,10 @@ def step_arguments(accelerator: "Accelerator", model: Any) -> Namespace:
         orig_vocab_size=vocabulary,
         padded_vocab_size=vocabulary,
         vocab_file=None,
-        eod_token=_end_of_document(config),
+        eod_token=next(iter(ends), None),
+        eod_tokens=ends,
+        decoder_start_token_id=getattr(config, "decoder_start_token_id", None),
+        pad_token_id=getattr(config, "pad_token_id", None),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=bool(plugin.eod_mask_loss),
@@ -303,9 +309,9 @@ def _model_type(config: Any) -> str:
     return "bert" if "bert" in str(getattr(config, "model_type", "")) else "gpt"
 
 
-def _end_of_document(config: Any) -> Any:
-    token = getattr(config, "eos_token_id", None)
-    return token[0] if isinstance(token, list) else token
+def _ends_of_documents(config: Any) -> list[int]:
+    tokens = getattr(config, "eos_token_id", None)
+    return list(tokens) if isinstance(tokens, list | tuple) else [] if tokens is None else [tokens]
 
 
 def _plain(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer_lib.accelerator.megatron_lm.model_calls import IGNORED
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.state import AcceleratorState
 
 Report = dict[str, Tensor]
@@ -61,7 +62,7 @@ class _TrainStep(AbstractTrainStep):
             accelerator, args = None, accelerator
         self._plugin: Any = AcceleratorState().megatron_lm_plugin
         self.args: Namespace = args
-        self.get_batch = _given(self.get_batch_func, accelerator, args.megatron_dataset_flag)
+        self.get_batch = _call_with_last(self.get_batch_func, accelerator, args.megatron_dataset_flag)
         self.loss_func = self._get_loss_func(accelerator, args)
         self.forward_step = self._get_forward_step_func(args)
         if args.model_return_dict:
@@ -69,7 +70,7 @@ class _TrainStep(AbstractTrainStep):
 
     def _get_loss_func(self, accelerator: Any, args: Namespace) -> Any:
         del args
-        return _given(self.get_loss_func, accelerator)
+        return _call_with_last(self.get_loss_func, accelerator)
 
     def _get_forward_step_func(self, args: Namespace) -> Any:
         del args
@@ -100,6 +101,12 @@ class GPTTrainStep(_TrainStep):
         del accelerator
         if self._plugin.custom_get_batch_function is not None:
             return self._plugin.custom_get_batch_function
+        ends = torch.tensor(self.args.eod_tokens, dtype=torch.long)
+        if self.args.eod_mask_loss and not len(ends):
+            raise ConfigurationError(
+                "MegatronLMPlugin(eod_mask_loss=True) needs the token that ends a text, and the model's configuration "
+                "has none. Set model.config.eos_token_id."
+            )
 
         def get_batch(data_iterator: Iterator[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
             data = next(data_iterator)
@@ -111,7 +118,7 @@ class GPTTrainStep(_TrainStep):
                 labels = functional.pad(data.get("labels", tokens).long()[:, 1:], (0, 1), value=IGNORED)
             loss_mask = (labels != IGNORED).float()
             if self.args.eod_mask_loss:
-                loss_mask = loss_mask * (tokens != self.args.eod_token)
+                loss_mask = loss_mask * ~torch.isin(tokens, ends.to(tokens.device))
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             return tokens, labels, loss_mask, mask, positions
 
@@ -155,6 +162,7 @@ class BertTrainStep(_TrainStep):
         del accelerator
         if self._plugin.custom_get_batch_function is not None:
             return self._plugin.custom_get_batch_function
+        _refuse_end_masks(self.args)
 
         def get_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
             data = next(data_iterator)
@@ -180,6 +188,11 @@ class BertTrainStep(_TrainStep):
             total, tokens = (losses.float() * loss_mask).sum(), loss_mask.sum()
             if second is None or sentence_order is None:
                 return self._reported(total, tokens, **others)
+            if self.args.calculate_per_token_loss:
+                raise UnsupportedError(
+                    "MegatronLMPlugin(calculate_per_token_loss=True) does not work with BERT's second task, whose loss "
+                    "is that of sentences. Leave it out, or leave next_sentence_label out of the batches."
+                )
             order_loss = functional.cross_entropy(second.float().view(-1, 2), sentence_order.view(-1), ignore_index=-1)
             mean = total / tokens.clamp(min=1)
             return mean + order_loss, {"lm loss": mean.detach(), "sop loss": order_loss.detach(), **others}
@@ -209,10 +222,10 @@ class BertTrainStep(_TrainStep):
         return forward_step
 
     def _get_loss_func(self, accelerator: Any, args: Namespace) -> Any:
-        return _given(self.get_loss_func, accelerator, args.pretraining_flag, args.num_labels)
+        return _call_with_last(self.get_loss_func, accelerator, args.pretraining_flag, args.num_labels)
 
     def _get_forward_step_func(self, args: Namespace) -> Any:
-        return _given(self.get_forward_step_func, args.pretraining_flag, args.bert_binary_head)
+        return _call_with_last(self.get_forward_step_func, args.pretraining_flag, args.bert_binary_head)
 
 
 class T5TrainStep(_TrainStep):
@@ -230,6 +243,7 @@ class T5TrainStep(_TrainStep):
         del accelerator
         if self._plugin.custom_get_batch_function is not None:
             return self._plugin.custom_get_batch_function
+        _refuse_end_masks(self.args)
 
         def get_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
             data = next(data_iterator)
@@ -240,9 +254,7 @@ class T5TrainStep(_TrainStep):
             labels = data["labels"].long()
             before = data.get("decoder_input_ids")
             if before is None:
-                before = functional.pad(labels[:, :-1], (1, 0), value=0).masked_fill(
-                    functional.pad(labels[:, :-1], (1, 0), value=0) == IGNORED, 0
-                )
+                before = _shifted(labels, self.args)
             loss_mask = (labels != IGNORED).float()
             return data["input_ids"].long(), before, loss_mask, labels, data.get("attention_mask"), None, None
 
@@ -274,7 +286,27 @@ class T5TrainStep(_TrainStep):
 STEPS: dict[str, type[_TrainStep]] = {"gpt": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}
 
 
-def _given(function: Callable[..., Any], *args: Any) -> Any:
+def _shifted(labels: Tensor, args: Namespace) -> Tensor:
+    """Return the decoder's tokens for these labels: each is that of the token before, after a first one."""
+    for name in ("decoder_start_token_id", "pad_token_id"):
+        if getattr(args, name) is None:
+            raise ConfigurationError(
+                f"T5TrainStep needs {name}, and the model's configuration has none. Set model.config.{name} before "
+                "prepare, or put decoder_input_ids into the batches."
+            )
+    before = functional.pad(labels[:, :-1], (1, 0), value=args.decoder_start_token_id)
+    return before.masked_fill(before == IGNORED, args.pad_token_id)
+
+
+def _refuse_end_masks(args: Namespace) -> None:
+    if args.eod_mask_loss:
+        raise ConfigurationError(
+            "MegatronLMPlugin(eod_mask_loss=True) needs GPTTrainStep: models of BERT's and T5's kind have no texts "
+            "that follow each other. Leave it out."
+        )
+
+
+def _call_with_last(function: Callable[..., Any], *args: Any) -> Any:
     """Call a method with the last of these arguments that it takes: earlier versions of Accelerate had fewer."""
     count = len(inspect.signature(function).parameters)
     return function(*args[max(len(args) - count, 0) :])

@@ -16,7 +16,7 @@ MAPPED = {
     "encoder_seq_length": "batches have their own lengths",
     "decoder_seq_length": "batches have their own lengths",
     "is_train_batch_min": "which of several loaders `global_batch_size` counts",
-    "lr_decay_style": "the shape of `MegatronLMDummyScheduler`: linear, cosine or constant",
+    "lr_decay_style": "the shape of `MegatronLMDummyScheduler`: linear, cosine, constant or inverse-square-root",
     "min_lr": "where `MegatronLMDummyScheduler` ends",
     "lr_decay_iters": "where the decay of `MegatronLMDummyScheduler` ends, in updates; by default `train_iters`",
     "lr_decay_samples": "the same in samples, which are divided by those of an update",
