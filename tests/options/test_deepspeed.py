@@ -171,12 +171,13 @@ def test_a_number_of_the_config_that_beats_a_dummys_is_named(caplog: pytest.LogC
         },
         "zero_optimization": {"stage": 0},
     }
-    for options, said in (
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, []),
         ({"lr": 0.01, "weight_decay": 0.5, "betas": (0.9, 0.95)}, []),
         ({"lr": 0.001}, ["optimizer.params.lr is 0.01 in the DeepSpeed config and 0.001 in DummyOptim"]),
         ({"eps": 1e-8}, ["optimizer.params.eps is 1e-06 in the DeepSpeed config and 1e-08 in DummyOptim"]),
-    ):
+    ]
+    for options, said in cases:
         caplog.clear()
         made = apply_config(DeepSpeedPlugin(config), [DummyOptim(nn.Linear(2, 1).parameters(), **options)], 1, 1)
         assert (made[0].defaults["lr"], made[0].defaults["eps"]) == (0.01, 1e-6)
