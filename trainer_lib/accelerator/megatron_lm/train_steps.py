@@ -68,6 +68,19 @@ class _TrainStep(AbstractTrainStep):
         if args.model_return_dict:
             self.model_output_class = _output_class(self.model_type)
 
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the mean of the losses of tokens whose mask is 1."""
+        del accelerator
+        if self._plugin.custom_loss_function is not None:
+            return self._plugin.custom_loss_function
+
+        def loss_func(loss_mask: Tensor, output_tensor: Any) -> Any:
+            losses, logits = output_tensor if self.args.return_logits else (output_tensor, None)
+            others = {} if logits is None else {"logits": logits.detach()}
+            return self._reported((losses.float() * loss_mask).sum(), loss_mask.sum(), **others)
+
+        return loss_func
+
     def _get_loss_func(self, accelerator: Any, args: Namespace) -> Any:
         del args
         return _call_with_last(self.get_loss_func, accelerator)
@@ -123,19 +136,6 @@ class GPTTrainStep(_TrainStep):
             return tokens, labels, loss_mask, mask, positions
 
         return get_batch
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the mean of the losses of tokens whose mask is 1."""
-        del accelerator
-        if self._plugin.custom_loss_function is not None:
-            return self._plugin.custom_loss_function
-
-        def loss_func(loss_mask: Tensor, output_tensor: Any) -> Any:
-            losses, logits = output_tensor if self.args.return_logits else (output_tensor, None)
-            others = {} if logits is None else {"logits": logits.detach()}
-            return self._reported((losses.float() * loss_mask).sum(), loss_mask.sum(), **others)
-
-        return loss_func
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the function that computes the losses of the tokens of a micro-batch."""
@@ -259,19 +259,6 @@ class T5TrainStep(_TrainStep):
             return data["input_ids"].long(), before, loss_mask, labels, data.get("attention_mask"), None, None
 
         return get_batch
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the mean of the losses of tokens whose mask is 1."""
-        del accelerator
-        if self._plugin.custom_loss_function is not None:
-            return self._plugin.custom_loss_function
-
-        def loss_func(loss_mask: Tensor, output_tensor: Any) -> Any:
-            losses, logits = output_tensor if self.args.return_logits else (output_tensor, None)
-            others = {} if logits is None else {"logits": logits.detach()}
-            return self._reported((losses.float() * loss_mask).sum(), loss_mask.sum(), **others)
-
-        return loss_func
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the function that computes the losses of the tokens of a micro-batch."""
