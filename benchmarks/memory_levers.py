@@ -114,7 +114,7 @@ def main() -> None:
 def table_of(effects: dict[str, Effect]) -> str:
     """Return a table in Markdown."""
     base = effects[NONE]
-    lines = ["| option | peak of memory | beside none | time of a step |", "|---|---|---|---|"]
+    lines = ["| option | peak of memory | share of the peak without options | time of a step |", "|---|---|---|---|"]
     for name, effect in effects.items():
         lines.append(
             f"| {name} | {effect.peak / MEGABYTE:.0f} MB | {effect.peak / base.peak:.2f} | "

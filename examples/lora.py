@@ -94,7 +94,7 @@ def classify(weights: Path, folder: Path) -> None:
     model = PeftModel.from_pretrained(base, str(folder)).eval()
     size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix == ".safetensors")
     print(f"{size / 1024:.0f} KiB of adapters over {model.num_parameters() / 1e6:.1f} million parameters")
-    texts = ["for name, value in pairs:", "Return the mean of all values.", "XXX this is slow, but who cares"]
+    texts = ["for name, value in pairs:", "Return the mean of all values.", "This is slow, but nobody calls it often"]
     with torch.no_grad():
         shares = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(dim=1)
     for text, row in zip(texts, shares, strict=True):

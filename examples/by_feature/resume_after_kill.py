@@ -23,7 +23,7 @@ from trainer_lib import Callback, Run, Trainer, TrainingArguments
 
 
 class Kill(Callback):
-    """Ends the process as the system does when its memory runs out: at once, without a word."""
+    """Ends the process as the system does when its memory runs out: at once, with no time to save."""
 
     def __init__(self, step: int) -> None:
         self._step = step

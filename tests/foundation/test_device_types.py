@@ -23,7 +23,7 @@ TYPES = {"cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "mtia", "neu
 NAMES = TYPES | {"nccl", "hccl", "xccl", "cncl"}
 _MAY_NAME = re.compile(rf"(?:[\"']|torch\.)(?:{'|'.join(sorted(NAMES))})\b")
 HOME = "trainer_lib/foundation/device_types.py"
-# Who else may name a device, and why.
+# The other modules that may name a device, and why.
 ALLOWED = {
     "callbacks/memory_snapshot.py": "records the history of CUDA's allocator, which no other device has",
     "trainer_lib/big_modeling.py": "a method of nn.Module has the name of a device",

@@ -262,8 +262,8 @@ def test_tables_are_copied_and_charts_saved(browser: Browser, single_run: str) -
     text = browser.run("chartFile(page.charts[0]).text")
     root = ElementTree.fromstring(text)
     space = "{http://www.w3.org/2000/svg}"
-    assert [one.text for one in root.findall(f"{space}text")] == ["Loss", "loss", "eval_loss"]
-    strokes = {one.get("stroke") for one in root.iter(f"{space}path") if one.get("fill") == "none"}
+    assert [text.text for text in root.findall(f"{space}text")] == ["Loss", "loss", "eval_loss"]
+    strokes = {path.get("stroke") for path in root.iter(f"{space}path") if path.get("fill") == "none"}
     assert strokes >= {"rgb(47, 111, 221)", "rgb(221, 122, 18)"}  # no names of the page's style are left
     browser.run("{ window.saved = []; download = (source, name) => window.saved.push([name, source.slice(0, 22)]); }")
     for kind in ("SVG", "PNG"):

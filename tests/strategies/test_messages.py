@@ -19,7 +19,7 @@ NORM = Message("all_reduce", DOUBLE)
 # with the first gradients.
 AGREEMENT = 5 * DOUBLE
 _PARTS = TINY.rows * TINY.length // 2 * TINY.width * SINGLE  # of the keys, or the values, of a layer on a rank
-# What is sent by hand alone, and by a Trainer alone.
+# Messages that only the training by hand sends, and those that only a Trainer sends.
 DIFFERENCES: dict[str, tuple[dict[Message, int], dict[Message, int]]] = {
     # torch reduces the norms of all weights, those of each layout by themselves; here their sum travels.
     "tp": (

@@ -36,7 +36,7 @@ def png_uri(image: Tensor) -> str:
     low, high = pixels.min(), pixels.max()
     values = ((pixels - low) / (high - low).clamp(min=1e-12) * 255).round().to(torch.uint8)
     height, width, channels = values.shape
-    # Each row of a PNG begins with the number of its filter: 0 is none.
+    # Each row of a PNG begins with the number of its filter; 0 leaves the row unfiltered.
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), values.reshape(height, width * channels)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
     file = b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header)

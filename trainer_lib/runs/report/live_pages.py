@@ -17,7 +17,7 @@ class LivePages:
     """Serves pages on this machine only.
 
     Args:
-        answer: A function that returns the content type and the text at a path; `None` if there is none. One thread
+        answer: A function that returns the content type and the text at a path; `None` for an unknown path. One thread
             at a time calls it.
         port: The port; 0 selects a free one.
 

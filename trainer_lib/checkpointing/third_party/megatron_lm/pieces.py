@@ -38,7 +38,7 @@ class Inert(Namespace):
 
 
 def iteration_folder(folder: Path) -> Path | None:
-    """Return the folder with the pieces, inside a folder of checkpoints or itself; `None` if it is none."""
+    """Return the folder with the pieces, inside a folder of checkpoints or itself; `None` for other folders."""
     if any(_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")):
         return folder
     tracker = folder / TRACKER
