@@ -390,13 +390,13 @@ def test_a_machine_starts_again_with_another_whose_processes_wait(script: Any, t
     path = script(
         "import datetime, os, time",
         "from trainer_lib import PartialState",
-        "state = PartialState(timeout=datetime.timedelta(seconds=40))",
+        "state = PartialState(timeout=datetime.timedelta(seconds=120))",
         f"began = {str(tmp_path)!r} + '/' + os.environ['RANK']",
         "port = os.environ['MASTER_PORT']",
         "if not os.path.exists(began):",
         "    open(began, 'w').write(port)",
         "    assert state.process_index == 0, 'it dies once'",
-        "    time.sleep(60)",
+        "    time.sleep(300)",
         "is_new = port != open(began).read()",
         "print(os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], is_new)",
     )

@@ -67,4 +67,4 @@ def test_forwards_from_unaligned_files_need_no_new_memory(tmp_path: Path) -> Non
             assert torch.equal(empty(batch), model(batch))
     addresses = {address for layer in layers for address in layer.addresses}
     in_pages = {address for address in addresses if address % mmap.PAGESIZE == 0}  # other memory begins in between
-    assert 2 <= len(in_pages) <= 3, "of two layers, and of one that has just run"
+    assert 1 <= len(in_pages) <= 3, "of one that runs, one read ahead and one that has just run"
