@@ -31,7 +31,8 @@ DIFFERENCES: dict[str, tuple[dict[Message, int], dict[Message, int]]] = {
         {Message("all_to_all", 2 * _PARTS): 4},
         {Message("reduce_scatter", 4 * _PARTS): 2},
     ),
-    "sp": ({}, {}),
+    # Queries, keys and values travel together: a third as many messages of three times the size, in both directions.
+    "sp": ({Message("all_to_all", _PARTS): 2 * 3 * TINY.layers}, {Message("all_to_all", 3 * _PARTS): 2 * TINY.layers}),
     # Each rank gets the losses and weights of the micro-batches, and whether there is more to know of them.
     "pp": (
         {Message("all_reduce", SINGLE): 1},

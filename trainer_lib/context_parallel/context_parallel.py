@@ -1,13 +1,14 @@
 """Context and sequence parallelism of one process: which ranks share its sequences, and what is cut for them."""
 
 from collections.abc import Collection, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from trainer_lib.context_parallel.active import CutSequences
-from trainer_lib.context_parallel.batch import BatchCut
+from trainer_lib.context_parallel.all_to_all import check_heads
+from trainer_lib.context_parallel.batch import BatchCut, BatchPart
 from trainer_lib.context_parallel.buffers import checked_buffers, cut_buffers
 from trainer_lib.context_parallel.interception import Place, intercepted, places_of
 from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
@@ -23,10 +24,11 @@ class ContextParallel:
 
     Args:
         ranks: These ranks.
+        tp_size: How many ranks split the heads of the model's attention already.
     """
 
-    def __init__(self, ranks: SequenceRanks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: SequenceRanks, tp_size: int = 1) -> None:
+        self._ranks, self._tp_size = ranks, tp_size
         self._places: list[Place] = []
 
     @property
@@ -39,8 +41,11 @@ class ContextParallel:
 
         Raises:
             UnsupportedError: If its attention cannot be computed on parts of sequences.
+            ConfigurationError: If the ranks cannot share out its attention heads, where they have to.
         """
-        use_context_parallel_attention(model)
+        for heads in use_context_parallel_attention(model):
+            if self._ranks.method == "ulysses" and not heads % self._tp_size:  # else tensor parallelism refuses
+                check_heads(heads // self._tp_size, self._ranks.layout.size)
         self._places += places_of(model)
 
     @contextmanager
@@ -72,8 +77,12 @@ class ContextParallel:
     def batch(self, cut: BatchCut, batch: Any) -> Generator[Any]:
         """Return the context in which attention runs over ranks, with this rank's part of a batch."""
         part = cut.part(batch)
-        with self._attention(part.length, part.real_length, part.documents):
+        with self.computing(part):
             yield part.batch
+
+    def computing(self, part: BatchPart) -> AbstractContextManager[Any]:
+        """Return the context in which attention runs over ranks, for this rank's part of a batch."""
+        return self._attention(part.length, part.real_length, part.documents)
 
     @contextmanager
     def _attention(

@@ -23,6 +23,6 @@ def sequence_split(config: ParallelismConfig | None, device_type: str) -> Sequen
             "sp_backend and sp_attn_implementation say.",
             config.sp_size,
         )
-        return ContextParallel(SequenceRanks(mesh.get_group("sp"), "ulysses"))
+        return ContextParallel(SequenceRanks(mesh.get_group("sp"), "ulysses"), config.sizes["tp"])
     handler = config.cp_handler or TorchContextParallelConfig()
     return ContextParallel(SequenceRanks(mesh.get_group("cp"), handler.method, handler.load_balance))

@@ -14,12 +14,16 @@ _LAYERS = ("full_attention", "sliding_attention")
 _OPTIONS = ("softcap", "position_bias", "s_aux", "cache")
 
 
-def use_context_parallel_attention(model: nn.Module) -> None:
+def use_context_parallel_attention(model: nn.Module) -> list[int]:
     """Have models of transformers within a model compute their attention over ranks; outside of a cut, as sdpa.
+
+    Returns:
+        The numbers of their attention heads, where they are known.
 
     Raises:
         UnsupportedError: If a model has an attention that cannot be computed on parts of sequences.
     """
+    heads: list[int] = []
     for module in _pretrained_models(model):
         _check(module)
         _register()
@@ -29,6 +33,9 @@ def use_context_parallel_attention(model: nn.Module) -> None:
                 f"{type(module).__name__} does not let its attention be chosen (transformers' attention interface), so "
                 "context parallelism cannot compute it. Set cp_size and sp_size to 1."
             )
+        number = getattr(module.config.get_text_config(), "num_attention_heads", None)
+        heads += [number] if isinstance(number, int) else []
+    return heads
 
 
 def _pretrained_models(model: nn.Module) -> list[Any]:
