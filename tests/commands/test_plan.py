@@ -144,6 +144,9 @@ def test_the_stages_of_a_pipeline_send_each_micro_batch() -> None:
     activation = 2 * 32 * 64 * 4
     for rank in (first, last):
         assert (rank.messages["pp"].count, rank.messages["pp"].size) == (4, 4 * activation)
+    for rank in ranks_of({"pp_size": 2, "cp_size": 2}, gradient_accumulation_steps=4):
+        assert (rank.messages["pp"].count, rank.messages["pp"].size) == (4, 4 * activation // 2), "half of a sequence"
+        assert rank.messages["cp"].count > 0
     assert first.stages == [0]
     assert (first.memory.activations or 0) > 1.3 * (last.memory.activations or 0), "two micro-batches are in flight"
 
@@ -236,7 +239,6 @@ def test_plans_that_cannot_be_made_say_why(folder: str, plan: Plan) -> None:
     assert "sp_size=8 cannot share out the 4 attention heads" in error("--world", "8", "--sp", "8")
     assert "The nearest size that does is 4." in error("--world", "8", "--sp", "8")
     assert "8 stages need as many blocks" in error("--world", "8", "--pp", "8")
-    assert "pp_size=2 does not work with cp_size=2" in error("--world", "4", "--pp", "2", "--cp", "2")
     assert "dp_shard_size is 1. Give --dp_shard too" in error("--world", "2", "--cpu_offload")
     assert "are options of a script" in error("--world", "2", "--", "--lr", "1")
     assert "cannot be read" in plan(f"{folder}/nothing", "--world", "8", code=2)

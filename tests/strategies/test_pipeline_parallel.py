@@ -311,12 +311,6 @@ def _others(sizes: dict[str, Any], schedule: str) -> str:
     return _text(lambda: Accelerator(cpu=True, parallelism_config=config), UnsupportedError)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
-def test_other_dimensions_are_refused(name: str) -> None:
-    assert f"pp_size=2 does not work with {name}=2 in this version" in run_world(_others, ({name: 2}, "1F1B"), 4)[0]
-
-
 def _split_logits() -> str:
     handler = TorchTensorParallelConfig(plan=WITH_LOGITS)
     config = ParallelismConfig(**MATRICES, tp_handler=handler)

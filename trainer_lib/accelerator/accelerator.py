@@ -42,6 +42,7 @@ from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.strategies import choose_strategy
+from trainer_lib.strategies.base import Surroundings, no_surroundings
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -373,7 +374,11 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         return self.strategy.takes_windows(model)
 
     def backward_window(
-        self, model: nn.Module, compute: Callable[[Any], WeightedLoss], batches: Sequence[Any]
+        self,
+        model: nn.Module,
+        compute: Callable[[Any], WeightedLoss],
+        batches: Sequence[Any],
+        around: Surroundings = no_surroundings,
     ) -> list[WeightedLoss]:
         """Compute the gradients of all micro-batches of an accumulation window at once, in the schedule of a pipeline.
 
@@ -385,6 +390,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             compute: Returns the summed loss of a micro-batch and its weight. It calls the model once; on ranks without
                 the last stage, it does not get beyond that call.
             batches: The micro-batches, the same on all ranks of a pipeline.
+            around: Returns the context in which forward and backward of a micro-batch run, by its number.
 
         Returns:
             The losses and weights of the micro-batches, on all ranks.
@@ -394,7 +400,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
                 "backward_window needs a prepared model of pp_size above 1, with a schedule. Call backward for each "
                 "micro-batch."
             )
-        return self._weighted.run_window(model, compute, batches)
+        return self._weighted.run_window(model, compute, batches, around)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Compute gradients and update each weight as soon as its gradient is computed, with a prepared `Lomo`.

@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import named_leaves
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.state.accumulation_window import Share, nan_if_negative, sum_from_mean
+from trainer_lib.strategies.base import Surroundings, no_surroundings
 
 _INFINITY = float("inf")
 
@@ -75,7 +76,13 @@ class WeightedBackward:
             if window.message is not None:
                 window.message.receive(means)
 
-    def run_window(self, model: nn.Module, compute: Callable[[Any], WeightedLoss], batches: Sequence[Any]) -> list[Any]:
+    def run_window(
+        self,
+        model: nn.Module,
+        compute: Callable[[Any], WeightedLoss],
+        batches: Sequence[Any],
+        around: Surroundings = no_surroundings,
+    ) -> list[Any]:
         """Compute the gradients of all micro-batches of a window at once; see `Accelerator.backward_window`."""
         window, optimizers = self._window, tuple(self._prepared.optimizers)
         share = window.share_of(optimizers) or self._opened_share(optimizers, is_named=False)
@@ -85,7 +92,7 @@ class WeightedBackward:
             return loss / share.nominal, WeightedLoss(loss.detach(), _checked_weight(weight), facts)
 
         window.begin_backward()
-        losses = self._strategy.run_window(model, scaled, [_shapes(batch) for batch in batches])
+        losses = self._strategy.run_window(model, scaled, [_shapes(batch) for batch in batches], around)
         share.local = sum((loss.weight for loss in losses), start=share.local)
         if window.state.sync_gradients and not window.is_local:
             values: list[Any] = [share.local] if window.message is None else [share.local, *window.message.to_floats()]

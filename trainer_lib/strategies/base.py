@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,14 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import clip_whole, norm_of_whole, shrink
 
 Leftovers = dict[nn.Module, float | Tensor]
+Surroundings = Callable[[int], AbstractContextManager[Any]]  # of a micro-batch, by its number in the window
+_NOTHING = nullcontext[None]()
+
+
+def no_surroundings(micro_batch: int) -> AbstractContextManager[Any]:
+    """Return a context that does nothing, in which a micro-batch is computed."""
+    del micro_batch
+    return _NOTHING
 
 
 @dataclass(eq=False)
@@ -228,7 +236,11 @@ class Strategy(ABC):
         return False
 
     def run_window(
-        self, model: nn.Module, compute: Callable[[int], tuple[Tensor, Any]], shapes: Sequence[Hashable]
+        self,
+        model: nn.Module,
+        compute: Callable[[int], tuple[Tensor, Any]],
+        shapes: Sequence[Hashable],
+        around: Surroundings = no_surroundings,
     ) -> list[Any]:
         """Compute the gradients of the micro-batches of a window at once, and return their facts on all ranks.
 
@@ -237,6 +249,7 @@ class Strategy(ABC):
             compute: Returns the loss of a micro-batch and its facts, such as its weight. It calls the model once, and
                 may be left at that call.
             shapes: What decides the shapes of activations, for each micro-batch.
+            around: Returns the context in which forward and backward of a micro-batch run.
 
         Raises:
             NotImplementedError: If the strategy takes no windows; those that do override both methods.

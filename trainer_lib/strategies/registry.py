@@ -95,6 +95,8 @@ def choose_strategy(
         _warn_of_unused(ddp, "DeepSpeed reduces the gradients")
         return DeepSpeed(group, device, deepspeed)
     replicas = group if data_group is None else data_group
+    if parallelism is not None and (parallelism.pp_enabled or parallelism.tp_enabled):
+        replicas = _ranks_of_equal_parts(group, replicas, parallelism)
     if parallelism is not None and parallelism.pp_enabled:
         from trainer_lib.strategies.pipeline_parallel.pipeline_parallel import PipelineParallel
 
@@ -104,8 +106,6 @@ def choose_strategy(
         from trainer_lib.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
         _warn_of_unused(ddp, "tensor parallelism splits the models")
-        if parallelism.cp_enabled or parallelism.sp_enabled:
-            replicas = group.parts(parallelism.ranks_of_parts)
         return TensorParallel(group, device, fsdp, parallelism, mixed_precision, replicas)
     if fsdp is not None and parallelism is not None:
         from trainer_lib.strategies.fsdp.fsdp import FSDP
@@ -117,6 +117,14 @@ def choose_strategy(
     from trainer_lib.strategies.ddp.ddp import DDP
 
     return DDP(group, device, ddp)
+
+
+def _ranks_of_equal_parts(
+    group: ProcessGroup, data_group: ProcessGroup, parallelism: ParallelismConfig
+) -> ProcessGroup:
+    """Return the ranks that hold the same part of a model as this one: other data, and other parts of its sequences."""
+    shares_sequences = parallelism.cp_enabled or parallelism.sp_enabled
+    return group.parts(parallelism.ranks_of_parts) if shares_sequences else data_group
 
 
 def _warn_of_unused(ddp: DistributedDataParallelKwargs | None, reason: str) -> None:

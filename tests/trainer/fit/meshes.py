@@ -5,6 +5,7 @@
 
 import re
 from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "pp2_dp2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
     "pp2_fsdp2": (4, {"dp_shard_size": 2, "pp_size": 2}),
     "pp2_tp2": (4, {"tp_size": 2, "pp_size": 2}),
+    "cp2": (2, {"cp_size": 2}),
+    "sp2": (2, {"sp_size": 2}),
+    "pp2_cp2": (4, {"pp_size": 2, "cp_size": 2}),
+    "pp2_sp2": (4, {"pp_size": 2, "sp_size": 2}),
     "tp2_cp2": (4, {"tp_size": 2, "cp_size": 2}),
     "tp2_sp2": (4, {"tp_size": 2, "sp_size": 2}),
     "tp2_cp2_dp2": (8, {"dp_replicate_size": 2, "tp_size": 2, "cp_size": 2}),
@@ -41,10 +46,18 @@ OF_SEQUENCES: dict[str, dict[str, Any]] = {
 # Meshes over whose ranks of tp_size experts are spread.
 OF_EXPERTS = ("tp2_fsdp2", "tp2_cp2", "tp2_sp2", "pp2_tp2", "tp2_dp2")
 
+_SHARING = ("tp_size", "pp_size", "cp_size", "sp_size")  # ranks that differ in these read the same batches
+
 PAGE = Path(__file__).parents[3] / "docs" / "parallelism.md"
 _NOTE = "<!-- Written by python -m tests.trainer.fit.meshes -->"
 _SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
 _EXPERTS = "experts (`tp_size`)"
+
+
+def replicas_of(mesh: str) -> int:
+    """Return how many ranks of a mesh read different batches."""
+    ranks, sizes = MESHES[mesh]
+    return ranks // prod(sizes.get(name, 1) for name in _SHARING)
 
 
 def table() -> str:

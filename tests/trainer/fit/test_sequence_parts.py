@@ -12,9 +12,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.trainer.fit.meshes import OF_SEQUENCES
 from tests.worlds import run_world
-from trainer_lib import ParallelismConfig, Trainer, TrainingArguments
+from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.sequence_options import TorchContextParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.trainer.data.packing import PackedDataset
@@ -49,10 +50,11 @@ class Attention(nn.Module):
 class Plain(nn.Module):
     """A language model that knows positions by its causal attention alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
-        self.layers = nn.ModuleList([Attention(16, 4) for _ in range(2)])
+        self.embedding = nn.Embedding(WORDS, 16)
+        self.layers = nn.ModuleList([Attention(16, 4) for _ in range(layers)])
+        self.head = nn.Linear(16, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
@@ -213,6 +215,7 @@ def gpt2_with_dropout() -> dict[str, Any]:
         (packed, {"sp_size": 4}),
         (sliding, {"cp_size": 4, "cp_handler": ring(load_balance=False)}),
         (gpt2, {"cp_size": 4}),
+        (llama, {"pp_size": 2, "sp_size": 2}),
     ],
 )
 def test_every_model_trains_on_parts_as_on_whole_sequences(parts: Any, config: dict[str, Any]) -> None:
@@ -238,6 +241,26 @@ def test_parts_of_sequences_combine_with_ddp_and_fsdp(parts: Any, config: dict[s
 def test_weights_are_sharded_over_the_ranks_of_sequences() -> None:
     check(llama, 2, {"cp_size": 2}, per_rank={"fsdp": True})
     check(llama, 2, {"cp_size": 2}, per_rank={"gradient_checkpointing": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", None])
+def test_stages_compute_parts_of_sequences_and_recompute_them(schedule: str | None) -> None:
+    """Documents differ between the micro-batches of a schedule, whose backwards compute attention again."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "max_steps": 2}
+    config = {
+        "pp_size": 2,
+        "cp_size": 2,
+        "cp_handler": ring(),
+        "pp_handler": TorchPipelineParallelConfig(None, schedule),
+    }
+    check(packed, 4, config, gradient_checkpointing=True, **options)
+
+
+@pytest.mark.slow
+def test_a_zero_bubble_computes_parts_of_sequences() -> None:
+    config = {"pp_size": 2, "cp_size": 2, "pp_handler": TorchPipelineParallelConfig(schedule="InterleavedZeroBubble")}
+    check(lambda: plain(model=Plain(4)), 4, config, gradient_accumulation_steps=4, per_device_train_batch_size=1)
 
 
 class Counting(Plain):
@@ -297,6 +320,25 @@ def test_models_of_transformers_that_need_whole_sequences_are_refused() -> None:
     assert "Set attn_implementation='sdpa'" in eager
     assert "LlamaForCausalLM has layers of chunked_attention" in chunked
     assert "no dropout of attention weights (got 0.1)" in dropout
+
+
+def test_heads_that_cannot_be_shared_out_are_an_error_before_anything_is_built() -> None:
+    def body() -> list[str]:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        accelerator, texts = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2)), list[str]()
+        for heads in (1, 3):
+            sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 1}
+            model = LlamaForCausalLM(LlamaConfig(vocab_size=9, num_attention_heads=heads, **sizes))
+            with pytest.raises(ConfigurationError) as refused:
+                accelerator.prepare(model)
+            texts.append(str(refused.value))
+        return texts
+
+    for one, three in run_world(body):
+        assert one.startswith("sp_size=2 cannot share out the 1 attention heads of a rank (the model's, divided by tp_")
+        assert "the 3 attention heads" in three
+        assert "The nearest size that does is 1." in three
 
 
 @pytest.mark.slow

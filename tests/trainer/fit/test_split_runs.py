@@ -1,7 +1,6 @@
 """The Trainer with split matrices or stages of a pipeline: the run of one process, resumed on any mesh too."""
 
 from functools import cache, partial
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,17 +10,14 @@ import torch
 
 from tests.faults.trainings import Dies
 from tests.strategies.split import WITH_VOCABULARY, Plain, bert, data, gpt2, llama, mixtral, model_of
-from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, with_table
+from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, replicas_of, with_table
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, LabelSmoothing
 from trainer_lib.events import Callback, Run
-from trainer_lib.state import PartialState
 from trainer_lib.utils import TorchTensorParallelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
-
-_SHARING = ("tp_size", "pp_size", "cp_size", "sp_size")  # ranks that differ in these read the same batches
 
 
 class _Began(Callback):
@@ -37,7 +33,7 @@ def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind
     samples, begins_at, began = options.pop("samples", 45), options.pop("begins_at", 0), _Began()
     handler = TorchTensorParallelConfig(plan=WITH_VOCABULARY if kind is Plain else None)
     sizes: dict[str, Any] = MESHES[mesh][1]
-    replicas = PartialState(cpu=True).num_processes // prod(sizes.get(name, 1) for name in _SHARING)
+    replicas = replicas_of(mesh)
     args: dict[str, Any] = {
         "max_steps": 20, "learning_rate": 0.05, "optimizer": "sgd", "use_cpu": True, "progress_bar": False,
         "log_every": 1, "per_device_train_batch_size": 4 // replicas, "gradient_accumulation_steps": 2,
@@ -127,7 +123,7 @@ CHAINS = [
     ("plain", "adamw", "tp2_fsdp2", "pp2_tp2", "pp2", "pp2", "one"),
     ("tied", "sgd", "tp2_fsdp2", "pp2_fsdp2", "one", "tp2_sp2", "dp2", "tp2"),
     ("tied", "adamw", "pp2", "tp2_hsdp4", "tp2_cp2_fsdp2", "tp2_cp2", "one"),
-    ("tied", "sgd", "tp2_sp2_fsdp2", "tp2_cp2_dp2", "pp2_tp2"),
+    ("tied", "sgd", "tp2_sp2_fsdp2", "tp2_cp2_dp2", "pp2_cp2", "pp2_sp2", "pp2_tp2"),
 ]
 
 

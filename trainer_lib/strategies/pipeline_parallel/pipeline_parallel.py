@@ -16,6 +16,7 @@ from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfi
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.align_generators import align_generators
+from trainer_lib.strategies.base import Surroundings, no_surroundings
 from trainer_lib.strategies.clip_grad_norm import norm_over_ranks, shrink, total_grad_norm
 from trainer_lib.strategies.fsdp import sharded_state
 from trainer_lib.strategies.fsdp.fsdp import FSDP
@@ -122,7 +123,11 @@ class PipelineParallel(FSDP):
         return model in self._runners and self._config.schedule is not None
 
     def run_window(
-        self, model: nn.Module, compute: Callable[[int], tuple[Tensor, Any]], shapes: Sequence[Hashable]
+        self,
+        model: nn.Module,
+        compute: Callable[[int], tuple[Tensor, Any]],
+        shapes: Sequence[Hashable],
+        around: Surroundings = no_surroundings,
     ) -> list[Any]:
         """Compute the gradients of a window in the schedule, and return the facts of its micro-batches."""
         if self._shards:  # ranks that hold shards of a stage run it together
@@ -133,7 +138,7 @@ class PipelineParallel(FSDP):
             value, facts[index] = compute(index)
             return value
 
-        self._runners[model].run(loss, shapes)
+        self._runners[model].run(loss, shapes, around)
         return self._facts.share(facts, self._ranks[-1])
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
@@ -237,7 +242,9 @@ class PipelineParallel(FSDP):
             return Splitting(self._replicas)
         from trainer_lib.strategies.tensor_parallel.tensor_parallel import MatrixSplitting
 
-        mesh: Any = self._parallelism.get_device_mesh(self.device.type)
+        device = self.device.type
+        mesh = self._parallelism.get_weight_mesh(device) if self._shards else self._parallelism.get_device_mesh(device)
+        assert mesh is not None
         splitting = MatrixSplitting(model, self._matrix_config, mesh["tp"], self._replicas)
         splitting.shards = self._shards
         if "colwise_loss_parallel" in splitting.styles.values():
@@ -319,13 +326,6 @@ class _Backward:
 
 
 def _refuse_others(parallelism: ParallelismConfig, config: TorchPipelineParallelConfig, mixed_precision: str) -> None:
-    sizes = {name: parallelism.sizes[name] for name in ("cp", "sp")}
-    others = [f"{name}_size={size}" for name, size in sizes.items() if size > 1]
-    if others:
-        raise UnsupportedError(
-            f"pp_size={parallelism.pp_size} does not work with {', '.join(others)} in this version. Combine it with "
-            "dp_replicate_size, dp_shard_size and tp_size, and set the others to 1."
-        )
     parts = [f"{name}_size={parallelism.sizes[name]}" for name in ("dp_shard", "tp") if parallelism.sizes[name] > 1]
     if parts and config.schedule in SPLIT_BACKWARD:
         raise UnsupportedError(

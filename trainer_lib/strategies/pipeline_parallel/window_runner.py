@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.options.pipeline_options import scheduled
+from trainer_lib.strategies.base import Surroundings, no_surroundings
 from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel, StagePass, drawn_seed
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import TensorSpec
 
@@ -39,28 +40,31 @@ class WindowRunner:
         self._layouts: dict[Hashable, _Layout] = {}
         self._built: dict[Hashable, Any] = {}
         self._compute: Compute | None = None
+        self._around: Surroundings = no_surroundings
         self._seeds: list[int] = []
         self._offset = 0
 
-    def run(self, compute: Compute, shapes: Sequence[Hashable]) -> None:
+    def run(self, compute: Compute, shapes: Sequence[Hashable], around: Surroundings) -> None:
         """Compute the gradients of a window.
 
         Args:
             compute: Returns the loss of a micro-batch; it calls the model once. Only the last stage gets to its end.
             shapes: What decides the shapes of activations, for each micro-batch.
+            around: Returns the context in which forward and backward of a micro-batch run.
         """
-        self._compute, self._seeds = compute, [drawn_seed() for _ in shapes]
+        self._compute, self._seeds, self._around = compute, [drawn_seed() for _ in shapes], around
         try:
             self._model.around_backward(lambda: self._run(shapes))
         finally:
-            self._compute = None
+            self._compute, self._around = None, no_surroundings
 
     def stage_forward(self, stage: int, index: int, received: Tensor | None) -> Tensor:
         """Return what a stage passes on for a micro-batch: activations, or the loss."""
         compute = self._compute
         assert compute is not None
         index += self._offset
-        return self._model.in_window(stage, received, self._seeds[index], lambda: compute(index))
+        with self._around(index):
+            return self._model.in_window(stage, received, self._seeds[index], lambda: compute(index))
 
     def _run(self, shapes: Sequence[Hashable]) -> None:
         self._offset = 0
@@ -93,7 +97,8 @@ class WindowRunner:
             everywhere = all(self._model.exchange.gather_objects(fits))
             self._layouts[shape] = _Layout(received, passed_on, everywhere)
         stage_pass.keep(loss)
-        stage_pass.backward_of_stages([None if loss is None else torch.ones_like(loss)])
+        with self._around(self._offset):
+            stage_pass.backward_of_stages([None if loss is None else torch.ones_like(loss)])
         self._offset += 1
 
     def _run_schedule(self, name: str, count: int, shape: Hashable) -> None:
@@ -129,9 +134,21 @@ class WindowRunner:
             )
             for stage in model.stages
         ]
+        for stage in stages:
+            for backward in (stage.backward_one_chunk, stage.backward_weight_one_chunk):
+                setattr(stage, backward.__name__, self._surrounded(backward))
         schedule = cast(Callable[..., Any], get_schedule_class(name))
         held = stages[0] if len(stages) == 1 and name in ("GPipe", "1F1B") else stages
         return schedule(held, n_microbatches=count, loss_fn=_loss, scale_grads=False)
+
+    def _surrounded(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the backward of a micro-batch of a schedule, in the context of the micro-batch."""
+
+        def surrounded(index: int, *args: Any, **kwargs: Any) -> Any:
+            with self._around(self._offset + index):
+                return backward(index, *args, **kwargs)
+
+        return surrounded
 
 
 class _StageModule(nn.Module):

@@ -7,6 +7,7 @@ from torch import nn
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.fit.context import FitContext
+from trainer_lib.trainer.losses.batch_parts import BatchParts
 from trainer_lib.trainer.losses.loss_result import LossResult
 
 _logger = get_logger(__name__)
@@ -18,13 +19,14 @@ class PipelineWindow:
 
     Args:
         context: The fit.
+        parts: What this rank computes of each batch.
 
     Attributes:
         is_on: Whether the model takes windows, and nothing needs each micro-batch by itself.
     """
 
-    def __init__(self, context: FitContext) -> None:
-        self._context, self._batches = context, list[tuple[Any, bool]]()
+    def __init__(self, context: FitContext, parts: BatchParts) -> None:
+        self._context, self._parts, self._batches = context, parts, list[tuple[Any, bool]]()
         model = context.run.model
         takes = isinstance(model, nn.Module) and context.accelerator.takes_windows(model)
         reason = self._reason_against() if takes else ""
@@ -44,7 +46,11 @@ class PipelineWindow:
     def compute(self, model: Any) -> LossResult | None:
         """Compute the gradients of the window; return its loss, or `None` if nothing counts."""
         batches, self._batches = self._batches, []
-        losses = self._context.accelerator.backward_window(model, lambda batch: self._loss(model, *batch), batches)
+        parts, around = self._parts.of_window(model, [batch for batch, _ in batches])
+        counted = [(part, counts) for part, (_, counts) in zip(parts, batches, strict=True)]
+        losses = self._context.accelerator.backward_window(
+            model, lambda batch: self._loss(model, *batch), counted, around
+        )
         if not losses:
             return None
         for loss in losses:

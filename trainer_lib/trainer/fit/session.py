@@ -1,6 +1,5 @@
 """One call of `fit`: makes its parts, hands them to the loop, and begins the run."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from trainer_lib.trainer.fit.train_clock import TrainClock
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.fit.triggers import Triggers
-from trainer_lib.trainer.losses.loss_result import LossResult
+from trainer_lib.trainer.losses.batch_parts import batch_parts
 from trainer_lib.trainer.publish.save_pretrained import write_companion_files
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import Deadline, check_ahead, deadline_of
@@ -72,7 +71,8 @@ class FitSession:
         self.rounds = local_rounds(context)
         self.guard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
         self._bad_samples = BadSamples(context)
-        self._training_step = _training_step(trainer)
+        self._parts = batch_parts(trainer)
+        self._training_step = self._parts.training_step
         self.micro_batching = MicroBatching(context, self.guard, self._training_step)
         self.log = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)
         self.evaluations = FitEvaluations(context, trainer.evaluate, self.log, self._clock, self.deadline)
@@ -164,6 +164,7 @@ class FitSession:
             rewind=self.rewind,
             actions=actions,
             rounds=self.rounds,
+            parts=self._parts,
         )
 
     def close(self, status: Any) -> None:
@@ -205,14 +206,6 @@ class FitSession:
                     Path(folder, IDENTITY_FILE).write_bytes(self.context.folder.identity())
             except OSError as error:
                 raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
-
-
-def _training_step(trainer: TrainerInterface) -> Callable[[Any, Any], LossResult | None]:
-    if trainer.accelerator.sequence_split.ranks is None:
-        return trainer.training_step
-    from trainer_lib.trainer.losses.sequence_parts import training_step_of
-
-    return training_step_of(trainer)
 
 
 def _triggers(context: FitContext, deadline: Deadline) -> Triggers:

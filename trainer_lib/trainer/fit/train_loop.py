@@ -21,6 +21,7 @@ from trainer_lib.trainer.fit.pipeline_window import PipelineWindow
 from trainer_lib.trainer.fit.saving import Saving
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.update_window import UpdateWindow
+from trainer_lib.trainer.losses.batch_parts import BatchParts
 from trainer_lib.trainer.optim.schedules import moves_each_update
 from trainer_lib.trainer.safety.error_context import add_note
 from trainer_lib.trainer.safety.gradient_check import GradientCheck
@@ -66,6 +67,7 @@ class TrainLoop:
         rewind: Rewind,
         actions: Actions,
         rounds: LocalSGD,
+        parts: BatchParts,
     ) -> None:
         self.run, self.events, self.handlers = context.run, context.events, context.events.handlers
         self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
@@ -77,7 +79,7 @@ class TrainLoop:
         self.optimizers = list(self.run.optimizers.values())
         self.schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
         self.window, self.actions, self.rounds = UpdateWindow(context), actions, rounds
-        self.pipeline = PipelineWindow(context)
+        self.pipeline = PipelineWindow(context, parts)
         self.gradients, self.overlapped_saves = GradientCheck(context), OverlappedSaves(context)
         self.compiled = CompiledBatches(context.accelerator.state.dynamo_plugin)
         self.background_saves = context.accelerator.checkpoints.background

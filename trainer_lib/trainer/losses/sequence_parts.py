@@ -1,30 +1,29 @@
 """Training steps on this rank's part of each sequence, for context and sequence parallelism."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer_lib.context_parallel.batch import BatchCut, first_positions
+from trainer_lib.context_parallel.batch import BatchCut, BatchPart, first_positions
 from trainer_lib.context_parallel.context_parallel import ContextParallel
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.strategies.base import Surroundings
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.losses.label_shift import is_from_transformers, probing
 from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.trainer_interface import TrainerInterface
-
-TrainingStep = Callable[[Any, Any], LossResult | None]
 
 _FEW = 32  # positions that the first batch is checked with, at least
 _TOLERANCE = 1e-5
 _TOLERANCE_OF_LOW_PRECISION = 2e-2
 
 
-def training_step_of(trainer: TrainerInterface) -> TrainingStep:
-    """Return a `training_step` that gets this rank's part of a batch, where ranks share sequences.
+def sequence_parts(trainer: TrainerInterface) -> "SequenceParts":
+    """Return what cuts the batches of a trainer, whose ranks share sequences.
 
     Raises:
         UnsupportedError: If something else that is asked for needs whole sequences.
@@ -41,7 +40,7 @@ def training_step_of(trainer: TrainerInterface) -> TrainingStep:
             f"cp_size and sp_size cut the batches of one model, and the trainer has {len(trainer.model)}. Set them to "
             "1, or train the models one by one."
         )
-    return SequenceParts(trainer, split).training_step
+    return SequenceParts(trainer, split)
 
 
 class SequenceParts:
@@ -66,6 +65,14 @@ class SequenceParts:
         cut = self._cut or self._checked_cut(model, batch)
         with self._parallel.batch(cut, batch) as part:
             return self._trainer.training_step(model, part)
+
+    def of_window(self, model: Any, batches: Sequence[Any]) -> tuple[Sequence[Any], Surroundings]:
+        """Return this rank's parts of the micro-batches of a window, and the contexts to compute them in."""
+        parts: list[BatchPart] = []
+        for batch in batches:
+            cut = self._cut or self._checked_cut(model, batch)
+            parts.append(cut.part(batch))
+        return [part.batch for part in parts], lambda index: self._parallel.computing(parts[index])
 
     def _checked_cut(self, model: Any, batch: Any) -> BatchCut:
         bare = self._trainer.unwrapped_model
