@@ -24,6 +24,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"fsdp_plugin": True, "mixed_precision": "bf16"},
     "tp": {"parallelism_config": {"tp_size": 2}},
+    "cp": {"parallelism_config": {"cp_size": 2}},
+    "sp": {"parallelism_config": {"sp_size": 2}},
+    "pp": {"parallelism_config": {"pp_size": 2}},
 }
 
 
@@ -53,8 +56,9 @@ def _trained(strategy: dict[str, Any], lever: dict[str, Any]) -> list[float]:
     tokens = torch.arange(64).reshape(2, 32) % 31
     values: list[float] = []
     for _ in range(2):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
+        with accelerator.maybe_context_parallel([tokens], [1]):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
         values += [loss.item(), accelerator.clip_grad_norm_(model.parameters(), 1.0).item()]
         optimizer.step()
         optimizer.zero_grad()

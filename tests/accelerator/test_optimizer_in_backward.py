@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from tests.strategies.sharded import stack
+from tests.strategies.split import WITH_VOCABULARY, Plain, data, model_of
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
@@ -18,6 +20,7 @@ from trainer_lib import (
     StateError,
     UnsupportedError,
 )
+from trainer_lib.utils import TorchTensorParallelConfig
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
@@ -88,6 +91,35 @@ def test_shards_are_those_of_an_ordinary_step() -> None:
         return all(equal) and len(equal) > 6
 
     assert run_world(body, (), 2, timeout=120) == [True, True]
+
+
+def _of_split_matrices(in_backward: bool, sizes: dict[str, Any]) -> list[Tensor]:
+    config = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(plan=WITH_VOCABULARY))
+    handlers = [MemoryKwargs(optimizer_in_backward=in_backward)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, parallelism_config=config)
+    model: Any = model_of(Plain)
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
+    for _ in range(2):
+        accelerator.backward(model(**default_collate(data(4)))["loss"])
+        assert [p for p in model.parameters() if p.grad is not None] == [] or not in_backward
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = _weights(model)
+    accelerator.free_memory()
+    return weights
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2}, pytest.param({"dp_shard_size": 2, "tp_size": 2}, marks=pytest.mark.slow)], ids="-".join
+)
+def test_split_matrices_are_those_of_an_ordinary_step(sizes: dict[str, Any]) -> None:
+    def body() -> bool:
+        pairs = zip(_of_split_matrices(True, sizes), _of_split_matrices(False, sizes), strict=True)
+        return all(torch.equal(actual, expected) for actual, expected in pairs)
+
+    ranks = 2 * len(sizes)
+    assert run_world(body, (), ranks, timeout=120) == [True] * ranks
 
 
 def test_gradients_that_are_averaged_later_are_refused() -> None:
