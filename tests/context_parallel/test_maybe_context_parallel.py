@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.trainer.fit.test_sequence_parts import Plain
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig
+from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.sequence_options import TorchContextParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
@@ -107,6 +109,40 @@ def test_a_model_of_transformers_takes_masks_of_whole_sequences() -> None:
     for config in (ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)):
         for found in run_world(llama_gradient, (config,)):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def state_after_a_window(config: ParallelismConfig | None) -> dict[str, Tensor]:
+    """Return the weights after an update by two micro-batches, which a pipeline computes in its schedule."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=2)
+    model: Any = Plain()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    tokens = torch.randint(0, 9, (2, 2, 17), generator=torch.Generator().manual_seed(0))
+    batches = [(rows[:, :-1].clone(), rows[:, 1:].clone()) for rows in tokens]
+    buffers = [tensor for batch in batches for tensor in batch]
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> WeightedLoss:
+        loss = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return WeightedLoss(loss, float(batch[1].numel()))
+
+    with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), set(buffers)):
+        for number, batch in enumerate(batches):
+            with accelerator.accumulate(model):
+                if accelerator.takes_windows(model) and number == 1:
+                    accelerator.backward_window(model, loss_of, batches)
+                elif not accelerator.takes_windows(model):
+                    part = loss_of(batch)
+                    accelerator.backward(part.loss, weight=part.weight)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.slow
+def test_a_window_of_a_pipeline_runs_within_the_context() -> None:
+    (expected,) = run_world(state_after_a_window, (None,), 1)
+    found, *_ = run_world(state_after_a_window, (ParallelismConfig(pp_size=2, cp_size=2),), 4)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
