@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ class ChecksummedFile:
     """
 
     def __init__(self, path: AnyPath) -> None:
-        self._file: Any = path.open("wb")
+        self._file: Any = _opened(path)
         self._hash = xxh3_128()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
@@ -66,6 +67,14 @@ class ChecksummedFile:
                 pass
         self._hash.update(data)
         return None
+
+
+def _opened(path: AnyPath) -> Any:
+    if not isinstance(path, Path):
+        return path.open("wb")
+    from trainer_lib.filesystem.direct_files import DirectFile
+
+    return DirectFile(path.open("wb", buffering=0))
 
 
 def checksum_of_bytes(data: bytes) -> str:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Fault = Literal["nan", "inf"]
 
-_PIECE = 1 << 18  # numbers that are checked at a time, so that they stay in the cache
+_PIECE = 1 << 17  # numbers that are checked at a time, so that they stay in the cache
 # For each dtype: the integer dtype of the same size, the mask without the sign bit, and the bits of infinity.
 _BITS = {
     torch.float16: (torch.int16, 0x7FFF, 0x7C00),
@@ -40,5 +41,9 @@ def _fault(tensor: Tensor) -> Fault | None:
     kind, magnitude, infinity = _BITS[values.dtype]
     # NumPy, because torch's operations would use the threads of training.
     bits = values.reshape(-1).view(kind).numpy()
-    largest = max(int((bits[at : at + _PIECE] & magnitude).max()) for at in range(0, len(bits), _PIECE))
+    memory = np.empty(min(_PIECE, len(bits)), bits.dtype)
+    largest = 0
+    for at in range(0, len(bits), _PIECE):
+        piece = bits[at : at + _PIECE]
+        largest = max(largest, int(np.bitwise_and(piece, magnitude, out=memory[: len(piece)]).max()))
     return None if largest < infinity else "inf" if largest == infinity else "nan"
