@@ -99,6 +99,20 @@ def test_memory_is_taken_once_and_more_only_where_a_state_has_grown() -> None:
     assert taken.tensors["x"].untyped_storage().nbytes() < 900
 
 
+def test_memory_allocated_ahead_is_that_of_the_snapshot() -> None:
+    tensors = {"a": torch.ones(1000), "b": torch.ones(3), "c": torch.ones(40)}
+    snapshots = Snapshots()
+    snapshots.allocate([tensors["a"], tensors["b"]])
+    size = snapshots.memory.size
+    assert size == 4000 + 32 + 64  # each padded to 64 bytes
+    first: Any = snapshots.take({"a": Tensors({"a": tensors["a"], "b": tensors["b"]})})["a"]
+    assert snapshots.memory.size == size
+    more: Any = snapshots.take({"a": Tensors(tensors)})["a"]  # what does not fit gets memory of its own
+    assert snapshots.memory.size == size + 192
+    assert more.tensors["a"].data_ptr() == first.tensors["a"].data_ptr()
+    assert all(torch.equal(more.tensors[name], tensor) for name, tensor in tensors.items())
+
+
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +140,22 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(CheckpointWriter, "write", wait)
     return may_go
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_the_thread_that_writes_yields_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, priorities = CheckpointWriter.write, []
+
+    def look(self: CheckpointWriter, *arguments: Any) -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return write(self, *arguments)
+
+    monkeypatch.setattr(CheckpointWriter, "write", look)
+    accelerator, *_ = trained(tmp_path)
+    accelerator.save_state(tmp_path / "behind", background=True)
+    accelerator.save_state(tmp_path / "now")
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert priorities == [19, own]
 
 
 def test_training_continues_during_a_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Copies between host and GPU: from pinned memory, without waiting, and on streams of their own for saves."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,32 @@ def test_a_snapshot_holds_the_values_of_its_moment() -> None:
         weight: Tensor = copied.tensors["weight"]
         assert weight.is_pinned()
         assert bool((weight == expected).all())
+
+
+def test_the_host_waits_for_no_copy_that_overlaps() -> None:
+    """Copies are queued; what is launched after `wait` runs after them, and the thread that saves waits."""
+    tensor = torch.zeros(256 << 20, device="cuda")
+    snapshots = Snapshots()
+    snapshots.allocate([tensor])
+    torch.cuda.synchronize()
+    tensor.fill_(1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copied: Any = snapshots.take({"model": Tensors({"weight": tensor})}, {tensor.data_ptr()})["model"]
+        copies = snapshots.copies
+        assert copies is not None
+        saving = threading.Thread(target=lambda: results.append(copies.run()))
+        results: list[bool] = []
+        saving.start()
+        copies.wait()
+        tensor.fill_(-1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    saving.join()
+    assert results == [True]
+    assert bool((copied.tensors["weight"] == 1.0).all())
+    torch.cuda.synchronize()
+    assert bool((tensor == -1.0).all())
 
 
 class Watches(Callback):

@@ -1,5 +1,7 @@
 """Copies of background saves that overlap with the next window: checkpoints are the same, byte by byte."""
 
+import os
+import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -16,8 +18,11 @@ from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin, PartialState
 from trainer_lib.callbacks import EMA
 from trainer_lib.checkpointing.format import snapshot
+from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
+from trainer_lib.checkpointing.load.find import verify_state
 from trainer_lib.events import Callback, Modifier, Run
+from trainer_lib.launchers import ProcessFailedError, run_forked
 
 
 class LateCopies(OverlappedCopies):
@@ -103,6 +108,49 @@ def test_checkpoints_of_two_processes_are_the_same(tmp_path: Path, is_sharded: b
         assert_same_in_background(tmp_path, 3 if writes else 0, fsdp=plugin)
 
     run_world(body, num_processes=2)
+
+
+class MemoryAtFirstSave(Callback):
+    """Looks at the memory for copies, before the first save."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_save_begin(self, run: Run, folder: Any) -> None:
+        del folder
+        self.sizes.append(run.accelerator.checkpoints.background.snapshots.memory.size)
+
+
+def test_the_memory_of_the_first_save_is_allocated_before_it(tmp_path: Path) -> None:
+    watch = MemoryAtFirstSave()
+    checkpoints(tmp_path, watch)
+    weights = list(model().parameters())
+    padded = sum(-(-weight.nbytes // 64) * 64 for weight in weights)
+    assert watch.sizes[0] == 3 * padded + 64 * len(weights)  # weights, two moments, and the step of each
+    assert len(set(watch.sizes[1:])) == 1
+
+
+class Killed(LateCopies):
+    """Copies of the second checkpoint during which the process is killed."""
+
+    def run(self) -> bool:
+        if LateCopies.made == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run()
+
+
+@pytest.mark.fault("a kill while a background save copies tensors")
+def test_a_kill_during_the_copies_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    def train() -> None:
+        LateCopies.made = 0
+        with mock.patch.object(snapshot, "OverlappedCopies", Killed):
+            checkpoints(tmp_path)
+
+    with pytest.raises(ProcessFailedError):
+        run_forked(train, num_processes=1, timeout=60)
+    (root,) = tmp_path.glob("*/checkpoints")
+    verify_state(root / "checkpoint-00000002")
+    assert [path.name for path in root.iterdir() if is_committed(path)] == ["checkpoint-00000002"]
 
 
 class Shifts(nn.Module):

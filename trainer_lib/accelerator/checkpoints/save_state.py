@@ -32,6 +32,7 @@ from trainer_lib.foundation.errors import (
 )
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.processes.thread_priority import yield_cores
 from trainer_lib.tensor_files.file_contents import Content
 
 _logger = get_logger(__name__)
@@ -173,6 +174,8 @@ def _write(
         if copies is not None and not copies.run():
             saves.overlapping = ()
             raise UnwritableError(_CHANGED)
+        if mark_written is not None:
+            yield_cores()  # only now: training may wait for the copies
         saving.write(files)
         if mark_written is not None:
             mark_written()

@@ -1,12 +1,10 @@
 """A copy of all tensors of a checkpoint in host memory, so that training may change them while a thread writes.
 
-The first snapshot allocates the memory and later ones reuse it, so only one snapshot may be in use at a time.
+All snapshots are in the same memory, so only one may be in use at a time.
 """
 
-import math
-import mmap
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -18,12 +16,12 @@ import torch
 from torch import Tensor
 
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
+from trainer_lib.checkpointing.format.snapshot_memory import SnapshotMemory
 from trainer_lib.foundation.device_types import pins_memory
 from trainer_lib.tensor_files.file_contents import Content, PickledTensors, Tensors
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
 
-_ALIGNMENT = 64
 _PIECE = 16 << 20  # bytes that a thread copies at a time
 _THREADS = 4  # more threads do not make memory faster
 
@@ -32,19 +30,25 @@ class Snapshots:
     """Takes snapshots, one after the other, in the same memory.
 
     Attributes:
-        copies: The copies of the last snapshot that are left to the thread that saves; `None` if there are none.
+        memory: The memory.
+        copies: The copies of the last snapshot that overlap with training; `None` if there are none.
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = SnapshotMemory()
         self.copies: OverlappedCopies | None = None
+
+    def allocate(self, tensors: Sequence[Tensor]) -> None:
+        """Allocate memory for these tensors, ahead of the first snapshot."""
+        tensors = [tensor for tensor in tensors if tensor.device.type != "meta"]
+        self.memory.allocate([tensor.nbytes for tensor in tensors], _is_copied_asynchronously(tensors))
 
     def take(self, files: Mapping[str, Content], left: Collection[int] = ()) -> dict[str, Content]:
         """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot.
 
         Args:
             files: The files.
-            left: The addresses of tensors in host memory whose copies are left to the thread that saves.
+            left: The addresses of tensors whose copies may overlap with training.
         """
         with_tensors = {
             name: content for name, content in files.items() if isinstance(content, (Tensors, PickledTensors))
@@ -65,53 +69,35 @@ class Snapshots:
         pieces: list[tuple[Any, Any]] = []
         later: list[tuple[Any, Any]] = []
         sources_of_later: list[Tensor] = []
-        streams = _SideStreams()
+        streams, streams_of_later = _SideStreams(), _SideStreams()
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if buffer.data_ptr() == tensor.data_ptr() or not tensor.numel():
                 continue
             source = tensor.detach()
-            if pins_memory(source.device.type):
-                streams.copy(source, buffer)
-            elif source.device.type != "cpu":
-                buffer.copy_(source)
-            elif _is_plain(source) and source.data_ptr() in left:
-                later += _pieces(_bytes(source), _bytes(buffer))
-                sources_of_later.append(source)
-            elif _is_plain(source):
-                pieces += _pieces(_bytes(source), _bytes(buffer))
+            is_on_device, is_plain = pins_memory(source.device.type), source.device.type == "cpu" and _is_plain(source)
+            is_left = source.data_ptr() in left and (is_on_device or is_plain)
+            if is_on_device:
+                (streams_of_later if is_left else streams).copy(source, buffer)
+            elif is_plain:
+                (later if is_left else pieces).extend(_pieces(_bytes(source), _bytes(buffer)))
             else:
                 buffer.copy_(source)
+            if is_left:
+                sources_of_later.append(source)
         _copy(pieces)
         streams.wait()
-        self.copies = OverlappedCopies(sources_of_later, partial(_copy, later)) if later else None
+        copy_later = partial(_copy, later)
+        self.copies = OverlappedCopies(sources_of_later, copy_later, streams_of_later) if sources_of_later else None
         return buffers
 
     def _buffers(self, tensors: list[Tensor]) -> list[Tensor]:
-        fit = [unsupported_reason(tensor) is None for tensor in tensors]
-        starts: list[int] = []
-        end = 0
-        for tensor, fits in zip(tensors, fit, strict=True):
-            starts.append(end)
-            end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT if fits else 0
-        if self._memory.numel() < end:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
-            # An asynchronous copy from an accelerator needs pinned memory.
-            is_pinned = any(fits and pins_memory(tensor.device.type) for tensor, fits in zip(tensors, fit, strict=True))
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if is_pinned else _large_memory(end)
+        fit = [tensor for tensor in tensors if unsupported_reason(tensor) is None]
+        memory = iter(self.memory.take([tensor.nbytes for tensor in fit], _is_copied_asynchronously(fit)))
+        fitting = set(map(id, fit))
         return [
-            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            if fits
-            else _separate_copy(tensor)
-            for tensor, fits, start in zip(tensors, fit, starts, strict=True)
+            next(memory).view(tensor.dtype).view(tensor.shape) if id(tensor) in fitting else _separate_copy(tensor)
+            for tensor in tensors
         ]
-
-
-def _large_memory(size: int) -> Tensor:
-    """Return memory in huge pages if the system has them: the first write to small pages takes twice as long."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _SideStreams:
@@ -130,6 +116,11 @@ class _SideStreams:
         with self._streams[device]:
             target.copy_(source, non_blocking=True)
         source.record_stream(self._streams[device])  # a gathered tensor must not be freed before it is copied
+
+    def hold_back(self) -> None:
+        """Have each device begin what is launched from now on after the copies; the host waits for nothing."""
+        for device, stream in self._streams.items():
+            torch.accelerator.current_stream(device).wait_stream(stream)
 
     def wait(self) -> None:
         """Wait until all copies are complete."""
@@ -154,6 +145,10 @@ def _copy(pieces: list[tuple[Any, Any]]) -> None:
     with ThreadPoolExecutor(threads) as pool:  # one task a thread, as a task costs as much as the copy of 100 KB
         for _ in pool.map(copy_until_empty, range(threads)):
             continue
+
+
+def _is_copied_asynchronously(tensors: Sequence[Tensor]) -> bool:
+    return any(pins_memory(tensor.device.type) for tensor in tensors)
 
 
 def _pieces(source: Any, target: Any) -> list[tuple[Any, Any]]:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.processes.thread_priority import yield_cores
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -45,6 +47,7 @@ class BackgroundSaves:
         self.overlapping: Sequence[Optimizer] = ()
         self.copies: OverlappedCopies | None = None
         self._snapshots: Snapshots | None = None
+        self._allocating: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._target: AnyPath | None = None
         self._error: BaseException | None = None
@@ -62,6 +65,9 @@ class BackgroundSaves:
         """The memory that tensors are copied to before the thread writes them."""
         from trainer_lib.checkpointing.format.snapshot import Snapshots
 
+        if self._allocating is not None:
+            self._allocating.join()
+            self._allocating = None
         if self._snapshots is None:
             self._snapshots = Snapshots()
         return self._snapshots
@@ -100,14 +106,21 @@ class BackgroundSaves:
             self._groups = training_group, training_group.another()
         return self._groups[1]
 
+    def allocate(self, whole: bool) -> None:
+        """Allocate memory for copies that overlap, on a thread, ahead of the first save and after an update.
+
+        Args:
+            whole: Whether this rank saves the whole of sharded tensors, and not its shards.
+        """
+        tensors = [tensor if whole else _local(tensor) for tensor in _changed_by_steps(self.overlapping)]
+        if self._allocating is None and not self.snapshots.memory.size:
+            allocate = partial(_allocate, self.snapshots, tensors)
+            self._allocating = threading.Thread(target=allocate, name="memory of checkpoints", daemon=True)
+            self._allocating.start()
+
     def changed_by_steps(self) -> set[int]:
         """Return the addresses of the tensors that only steps of the `overlapping` optimizers change."""
-        tensors: list[Any] = []
-        for optimizer in self.overlapping:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            tensors += [weight for weight in weights if weight.requires_grad]
-            tensors += [value for values in optimizer.state.values() for value in values.values()]
-        return {_address(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+        return {_local(tensor).data_ptr() for tensor in _changed_by_steps(self.overlapping)}
 
     def finish_copies(self) -> None:
         """Wait until the last snapshot is complete, so that weights and optimizer states may change."""
@@ -174,7 +187,9 @@ class BackgroundSaves:
         """Wait for the save, log its error if it failed, and free the memory of the snapshot."""
         with self._errors_logged():
             self.wait()
-        self._snapshots = self.copies = None
+        if self._allocating is not None:
+            self._allocating.join()
+        self._snapshots = self._allocating = self.copies = None
 
     def at_exit(self) -> None:
         """Wait for the save at the end of the process.
@@ -214,8 +229,23 @@ class BackgroundSaves:
             _logger.error("%s", error, main_process_only=False)
 
 
-def _address(tensor: Any) -> int:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).data_ptr()
+def _changed_by_steps(optimizers: "Sequence[Optimizer]") -> list[Tensor]:
+    values: list[Any] = []
+    for optimizer in optimizers:
+        values += [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
+        values += [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _allocate(snapshots: "Snapshots", tensors: Sequence[Tensor]) -> None:
+    yield_cores()
+    # Without memory the first save raises, or finds that it needs less.
+    with contextlib.suppress(OSError, MemoryError, RuntimeError):
+        snapshots.allocate(tensors)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 _known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()

@@ -9,16 +9,19 @@ _KNOWN = "torch.optim."  # these optimizers change weights and states in `step` 
 
 
 class OverlappedSaves:
-    """Has background saves copy weights and optimizer states until the next update.
+    """Has background saves copy weights and optimizer states until the next update, into memory allocated ahead.
 
     The first update shows whether forward and backward leave the weights alone: an embedding with `max_norm` does not.
 
     Args:
         context: The fit.
+
+    Attributes:
+        has_memory: Whether the memory of the first save is allocated, or is being allocated.
     """
 
     def __init__(self, context: FitContext) -> None:
-        self._saves = context.accelerator.checkpoints.background
+        self._context, self._saves = context, context.accelerator.checkpoints.background
         self._optimizers = [optimizer.optimizer for optimizer in context.run.optimizers.values()]
         self._is_possible = _is_possible(context, self._optimizers)
         self._weights = [
@@ -29,12 +32,23 @@ class OverlappedSaves:
             if self._is_possible and weight.requires_grad
         ]
         self._versions = versions_of(self._weights)
+        self.has_memory = False
 
     def begin(self) -> None:
         """Begin, before the first update of a fit."""
         if self._is_possible and versions_of(self._weights) == self._versions:
             self._saves.overlapping = self._optimizers
         self._weights = []
+
+    def allocate(self) -> None:
+        """Allocate the memory of the first save while training continues, after the first update of a fit."""
+        self.has_memory = True
+        context, args = self._context, self._context.run.args
+        checkpoints = context.accelerator.checkpoints
+        writes_shards = checkpoints.engine.strategy.writes_shards
+        is_saved = args.save_interval is not None and context.folder is not None
+        if self._saves.overlapping and is_saved and (checkpoints.leads or writes_shards):
+            self._saves.allocate(whole=not writes_shards)
 
     def end(self) -> None:
         """Copy before `save_state` returns from now on."""

@@ -221,6 +221,8 @@ class TrainLoop:
             self.events.fire("on_optimizer_step_begin", self.run)
         for optimizer in self.optimizers:
             optimizer.step()
+        if not self.overlapped_saves.has_memory:
+            self.overlapped_saves.allocate()
 
     def skip(self) -> Update:
         """Leave no trace of an update."""
