@@ -1,8 +1,10 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.tensor_files import load_tensors as loading
 from trainer_lib.tensor_files.load_tensors import load_tensors
@@ -29,6 +31,31 @@ def test_what_is_loaded_is_what_lies_in_the_file(tmp_path: Path, monkeypatch: py
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
     assert loaded["alias"] is loaded["shared"]
+
+
+@pytest.mark.parametrize(("piece", "most"), [(100, 512), (1 << 20, 2), (1 << 20, 512)])
+def test_a_file_is_loaded_and_hashed_in_one_pass(
+    piece: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, shared = tmp_path / "x.safetensors", torch.randn(7, 9)
+    tensors = {"a": shared, "b": shared, "half": torch.randn(33).bfloat16(), "flag": torch.tensor(True)}
+    written = write_tensors(tensors, path, {"beside": "a text"})
+    monkeypatch.setattr(loading, "_PIECE", piece)
+    monkeypatch.setattr(loading, "_MOST_MEMORIES", most)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, memories, at: preadv(file, [memories[0][:70]], at))  # reads less
+
+    loaded, checksum = loading.load_with_checksum(path)
+
+    assert checksum == written == checksum_of(path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert loaded["a"] is loaded["b"]
+
+
+def test_the_checksum_of_a_file_without_values_is_that_of_its_header(tmp_path: Path) -> None:
+    written = write_tensors({"none": torch.empty(0, 3)}, tmp_path / "x.safetensors")
+    loaded, checksum = loading.load_with_checksum(tmp_path / "x.safetensors")
+    assert (loaded["none"].shape, checksum) == ((0, 3), written)
 
 
 def test_what_is_loaded_outlives_the_file(tmp_path: Path) -> None:

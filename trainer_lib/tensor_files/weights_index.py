@@ -2,7 +2,7 @@
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,23 @@ def load_state_dict(checkpoint_file: str | Path, device_map: Any = None) -> dict
     return _read_pickled(path)
 
 
-def read_weights(checkpoint: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def read_weights(
+    checkpoint: Path, device: str = "cpu", load: Callable[[Path, str], dict[str, Tensor]] = load_tensors
+) -> dict[str, Tensor]:
     """Read the weights in a file, in the files of an index, or in a folder that has either.
 
     The shards that the ranks of a sharded model wrote are assembled.
+
+    Args:
+        checkpoint: The file, index or folder.
+        device: The device that the weights are read to.
+        load: Reads a safetensors file.
     """
     if has_rank_shards(checkpoint):
         return read_whole(_rank_shards(checkpoint))
     weights: dict[str, Tensor] = {}
     for path in files_of_weights(checkpoint):
-        weights |= load_tensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path)
+        weights |= load(path, device) if path.suffix == ".safetensors" else _read_pickled(path)
     return weights
 
 

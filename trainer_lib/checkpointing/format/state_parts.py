@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +51,7 @@ class StateOptions:
         max_shard_size: The size of one file of weights.
         strict: Whether the names of weights must be those of the model.
         device: The device that tensors are read to.
+        load: Reads a file of tensors.
     """
 
     allow_pickle: bool = False
@@ -58,6 +59,7 @@ class StateOptions:
     max_shard_size: int | str = "10GB"
     strict: bool = True
     device: str = "cpu"
+    load: Callable[[Path, str], dict[str, Tensor]] = load_tensors
 
     def __post_init__(self) -> None:
         """Check the size now, not when a part of the checkpoint is written."""
@@ -162,7 +164,7 @@ def read_model(folder: Path, index: int, options: StateOptions) -> dict[str, Any
     shards = folder / f"{numbered(SAFE_MODEL_NAME, index)}{SHARDS_ENDING}"
     if shards.is_dir():
         return {**read_whole(shards), **_read_extra(folder, index, options)}
-    weights = read_weights(_weights_file(folder, index, options), options.device)
+    weights = read_weights(_weights_file(folder, index, options), options.device, options.load)
     return {**weights, **_read_extra(folder, index, options)}
 
 
@@ -222,7 +224,7 @@ def read_state(folder: Path, name: str, options: StateOptions) -> Any:
     read: dict[str, Tensor] = {}
     if tensors.is_file():
         # Not memory-mapped: a deleted file that is mapped still takes its space on the disk.
-        read = load_tensors(tensors, options.device)
+        read = options.load(tensors, options.device)
     elif shards.is_dir():
         read = read_whole(shards)
     return decode(Encoded(Json.read(folder / f"{name}.json"), read), options.allow_pickle, f"the state of {name}")

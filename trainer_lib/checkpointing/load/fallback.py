@@ -1,5 +1,6 @@
 """Opening a checkpoint on all ranks with every byte verified, and setting aside a damaged one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +34,10 @@ class OpenedCheckpoint(NamedTuple):
 
     def read(self, part: Part, options: StateOptions) -> Any:
         """Return the state of a part that this rank loads."""
-        return part.read(self.files.folder, options)
+        return part.read(self.files.folder, replace(options, load=self.files.load))
 
     def release(self) -> None:
-        """Delete what was copied."""
+        """Drop what was copied or read."""
         self.files.release()
 
 

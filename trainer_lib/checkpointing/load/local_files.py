@@ -3,7 +3,11 @@
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
+from torch import Tensor
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.format.manifest import Manifest
@@ -11,10 +15,13 @@ from trainer_lib.checkpointing.load.verification import check_bytes, damaged, di
 from trainer_lib.checkpointing.storage.remote_storage import temporary_folder
 from trainer_lib.collectives.agreement import gather_checked
 from trainer_lib.filesystem.atomic_files import path_inside
-from trainer_lib.filesystem.checksums import for_each_file
+from trainer_lib.filesystem.checksums import checksum_of, for_each_file
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.tensor_files.load_tensors import load_tensors, load_with_checksum
+
+_MOST_OF_MEMORY = 0.5  # of what is available, for tensors that were read to be checked
 
 _Stamp = list[tuple[str, int, int, int]]
 
@@ -38,7 +45,11 @@ class LocalFiles(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Delete what was copied; no rank needs the files any more."""
+        """Drop what was copied or read; no rank needs the files any more."""
+
+    def load(self, path: Path, device: str) -> dict[str, Tensor]:
+        """Read one of the files, which holds tensors."""
+        return load_tensors(path, device)
 
 
 def local_files(folder: AnyPath, group: ProcessGroup, operation: str, reader: int, readers: int) -> LocalFiles:
@@ -53,7 +64,7 @@ def local_files(folder: AnyPath, group: ProcessGroup, operation: str, reader: in
     """
     if isinstance(folder, RemotePath):
         return _kept.pop(folder, None) or _FetchedFiles.between(folder, group, operation)
-    return _FilesOnDisk(folder, reader, readers)
+    return _FilesOnDisk(folder, reader, readers, group.size // readers)
 
 
 def fetch(folder: RemotePath, names: Collection[str], manifest: Manifest | None, to: Path) -> list[str]:
@@ -62,30 +73,64 @@ def fetch(folder: RemotePath, names: Collection[str], manifest: Manifest | None,
     return [complaint for complaint in complaints if complaint]
 
 
-# Checkpoints that were checked and will be loaded next, with the stamps of their files.
-_checked: dict[Path, _Stamp] = {}
+# Checkpoints that were checked and will be loaded next: the stamps of their files, and the tensors that were read.
+_checked: dict[Path, tuple[_Stamp, dict[Path, dict[str, Tensor]]]] = {}
 _kept: dict[RemotePath, "_FetchedFiles"] = {}
 
 
-class _FilesOnDisk(LocalFiles):
-    """Files on a disk of this machine."""
+def forget_checked() -> None:
+    """Drop the tensors of checkpoints that were checked, and were not loaded after all."""
+    _checked.clear()
 
-    def __init__(self, folder: Path, reader: int, readers: int) -> None:
+
+class _FilesOnDisk(LocalFiles):
+    """Files on a disk of this machine. Tensors that were read to be checked are not read again, if memory allows it.
+
+    Args:
+        folder: Their folder.
+        reader: The number of this rank among those that share the reading.
+        readers: How many ranks share it.
+        times: How often the whole checkpoint is read.
+    """
+
+    def __init__(self, folder: Path, reader: int, readers: int, times: int) -> None:
         self.folder = folder
-        self._reader, self._readers = reader, readers
+        self._reader, self._readers, self._times = reader, readers, times
         self._stamp: _Stamp = []
+        self._tensors: dict[Path, dict[str, Tensor]] = {}  # by file
+        self._may_keep = False
 
     def check(self, manifest: Manifest) -> None:
         self._stamp = _stamp(self.folder, manifest)
-        if _checked.pop(self.folder, None) != self._stamp:
-            check_bytes(self.folder, manifest, share(manifest.files, self._reader, self._readers))
+        stamp, self._tensors = _checked.pop(self.folder, (None, {}))
+        if stamp == self._stamp:
+            return
+        self._tensors = {}
+        size = sum(facts["size"] for facts in manifest.files.values()) * self._times  # of all ranks together
+        self._may_keep = size <= psutil.virtual_memory().available * _MOST_OF_MEMORY
+        check_bytes(self.folder, manifest, share(manifest.files, self._reader, self._readers), self._checksum)
+
+    def load(self, path: Path, device: str) -> dict[str, Tensor]:
+        tensors = self._tensors.pop(path, None)
+        if tensors is None:
+            return super().load(path, device)
+        moved = {id(tensor): tensor.to(device) for tensor in tensors.values()}  # some have several names
+        return {name: moved[id(tensor)] for name, tensor in tensors.items()}
 
     def keep(self) -> None:
-        _checked[self.folder] = self._stamp
+        _checked[self.folder] = self._stamp, self._tensors
 
     def release(self) -> None:
-        """Do nothing: the files are the checkpoint itself."""
-        del self
+        """Drop the tensors; the files are the checkpoint itself."""
+        self._tensors = {}
+
+    def _checksum(self, name: str) -> str:
+        path = self.folder / name
+        if self._may_keep and path.suffix == ".safetensors" and path.parent == self.folder:  # not a rank's shards
+            with suppress(CheckpointError):  # a damaged header
+                self._tensors[path], checksum = load_with_checksum(path)
+                return checksum
+        return checksum_of(path)
 
 
 class _FetchedFiles(LocalFiles):

@@ -1,6 +1,6 @@
 """Verifying a checkpoint: the names, sizes and checksums of its files."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
@@ -29,30 +29,39 @@ def check_sizes(folder: AnyPath, manifest: Manifest) -> None:
         raise damaged(folder, complaints)
 
 
-def check_bytes(folder: AnyPath, manifest: Manifest, names: Collection[str] | None = None) -> None:
+def check_bytes(
+    folder: AnyPath,
+    manifest: Manifest,
+    names: Collection[str] | None = None,
+    checksum: Callable[[str], str] | None = None,
+) -> None:
     """Raise unless all files have the checksums in the manifest.
 
     Args:
         folder: The checkpoint.
         manifest: Its manifest. The sizes of the files must have been checked.
         names: The files to check; by default all.
+        checksum: Reads a file and returns its checksum.
 
     Raises:
         DamagedError: With the names of the files that differ.
     """
-    complaints = differences(folder, manifest, manifest.files if names is None else names)
+    complaints = differences(folder, manifest, manifest.files if names is None else names, checksum)
     if complaints:
         raise damaged(folder, complaints)
 
 
-def differences(folder: AnyPath, manifest: Manifest, names: Collection[str]) -> list[str]:
+def differences(
+    folder: AnyPath, manifest: Manifest, names: Collection[str], checksum: Callable[[str], str] | None = None
+) -> list[str]:
     """Return a message for each file whose bytes are wrong, with the expected and the actual checksum."""
     if manifest.schema < 2:
         _logger.info("The checkpoint %s has no checksums (format 1): only the sizes of its files were checked.", folder)
         return []
     for name in names:
         path_inside(folder, name, MANIFEST_NAME)
-    complaints = for_each_file(lambda name: _difference(folder, name, manifest.files[name]), names)
+    read = checksum or storage_of(folder).checksum
+    complaints = for_each_file(lambda name: _difference(folder, name, manifest.files[name], read), names)
     return [complaint for complaint in complaints if complaint is not None]
 
 
@@ -100,9 +109,9 @@ def _stem(name: str) -> str:
     return name.split("/", 1)[0].split(".", 1)[0]
 
 
-def _difference(folder: AnyPath, name: str, facts: Mapping[str, Any]) -> str | None:
+def _difference(folder: AnyPath, name: str, facts: Mapping[str, Any], checksum: Callable[[str], str]) -> str | None:
     try:
-        actual = storage_of(folder).checksum(name)
+        actual = checksum(name)
     except PermissionError as error:
         raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
     except OSError as error:
