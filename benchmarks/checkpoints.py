@@ -1,8 +1,8 @@
-"""The cost of saving and loading, compared with the least possible: `python -m benchmarks.checkpoints`.
+"""The cost of an Accelerator's saves and loads, compared with the least possible: `python -m benchmarks.checkpoints`.
 
-The floors: a copy of all tensors into buffers that are there for the stall of a save in the background (of an
-Accelerator, which copies at once, and of a Trainer, whose copies overlap with its next window), safetensors' own writer
-and an fsync for a save, and reading every byte for a load. Of several rounds the fastest counts.
+The floors: a copy of all tensors into buffers that are there for the stall of a save in the background, safetensors'
+own writer and an fsync for a save, and reading every byte for a load. Of several rounds the fastest counts.
+`python -m benchmarks.checkpoints_of_runs` measures those of a Trainer.
 """
 
 import argparse
@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks import machine
-from trainer_lib import Accelerator, Trainer, TrainingArguments
-from trainer_lib.events import Callback, Run
+from trainer_lib import Accelerator
 
 WIDTH = 1024
 
@@ -40,7 +39,6 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=arguments.folder))
     try:
         measure(arguments.parameters, arguments.rounds, folder)
-        measure_training(arguments.parameters, arguments.rounds, folder)
     finally:
         shutil.rmtree(folder)
 
@@ -63,8 +61,8 @@ def measure(parameters: float, rounds: int, folder: Path) -> None:
             stall, _ = timed(lambda number=number: accelerator.save_state(folder / f"b{number % 2}", background=True))
             stalls.append(stall)
             accelerator.wait_for_save()
-    report("stall of the first save in the background", stalls[0], first_copy, "copy into new buffers", "at most 1.25")
-    report("stall of the next ones", min(stalls[1:]), min(copies), "copy into the same buffers", "at most 1.25")
+    report("stall of the first save in the background", stalls[0], first_copy, "copy into new buffers", "at most 1.15")
+    report("stall of the next ones", min(stalls[1:]), min(copies), "copy into the same buffers", "at most 1.15")
     print(f"memory beyond the training's while saving: {(peak.bytes - before) / size:.2f} states (at most 1)")
     accelerator.checkpoints.background.release()
 
@@ -92,82 +90,7 @@ def measure(parameters: float, rounds: int, folder: Path) -> None:
                 else:
                     reads.append(timed(lambda: read(folder / "state"))[0])
         where = "the disk" if is_cold else "the system's memory"
-        report(f"load from {where}", min(loads), min(reads), "reading every byte", "at most 1.25")
-
-
-def measure_training(parameters: float, rounds: int, folder: Path) -> None:
-    """Measure what background saves of a Trainer add to windows that last longer than the copy."""
-    layers = max(1, round(parameters / WIDTH**2))
-    stalls = Stalls()
-    trainer = Trainer(
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))),
-        TrainingArguments(
-            max_steps=6 * rounds + 8,
-            save_every=6,
-            keep_last=1,
-            learning_rate=1e-6,
-            per_device_train_batch_size=128,
-            use_cpu=True,
-            progress_bar=False,
-            output_dir=folder / "training",
-        ),
-        train_dataset=(torch.randn(2048, WIDTH), torch.randn(2048, WIDTH)),
-        loss_fn=nn.functional.mse_loss,
-        callbacks=[stalls],
-    )
-    trainer.fit()
-    copies, window = min(stalls.copies), sorted(stalls.windows)[len(stalls.windows) // 2]
-    print(f"a Trainer's windows of {window:.3f} s:")
-    report("first save of a Trainer: blocked", stalls.blocked[0], copies, "copy into the same buffers", "at most 0.3")
-    report("next ones: blocked", min(stalls.blocked[1:]), copies, "copy into the same buffers", "at most 0.3")
-    total = sorted(stalls.totals[1:])[len(stalls.totals) // 2]
-    print(f"a window in which a checkpoint is copied and written: {total:.3f} s, {total / window:.2f} of one without")
-
-
-class Stalls(Callback):
-    """Measures how long saves block training, each after a copy of the same tensors as its floor."""
-
-    def __init__(self) -> None:
-        self.copies: list[float] = []
-        self.blocked: list[float] = []  # in `save_state`, and before the next update
-        self.windows: list[float] = []  # updates without a save
-        self.totals: list[float] = []  # saves with the update after them
-        self._buffers: dict[str, Tensor] = {}
-        self._began = self._step_began = 0.0
-        self._is_saving = False
-
-    def on_save_begin(self, run: Run, folder: Any) -> None:
-        del folder
-        optimizer = next(iter(run.optimizers.values()))
-        tensors = {f"weight.{name}": value.detach() for name, value in run.parameters.items()}
-        for number, values in enumerate(optimizer.state.values()):
-            tensors |= {f"{number}.{name}": value for name, value in values.items()}
-        if not self._buffers:
-            self._buffers = {name: value.clone() for name, value in tensors.items()}
-        self.copies.append(timed(lambda: copy(self._buffers, tensors))[0])
-        self._is_saving, self._began = True, time.perf_counter()
-
-    def on_step_begin(self, run: Run) -> None:
-        self._step_began = time.perf_counter()
-        if self._is_saving:
-            saves = run.accelerator.checkpoints.background
-            self.blocked.append(self._step_began - self._began)
-            finish = type(saves).finish_copies
-
-            def timed_finish() -> None:
-                del saves.finish_copies
-                self.blocked[-1] += timed(lambda: finish(saves))[0]
-
-            saves.finish_copies = timed_finish  # type: ignore[method-assign]
-
-    def on_optimizer_step_end(self, run: Run) -> None:
-        ended = time.perf_counter()
-        if self._is_saving:
-            self.totals.append(ended - self._began)
-            self._is_saving = False
-            run.accelerator.wait_for_save()  # so that the next windows run without a writing thread
-        else:
-            self.windows.append(ended - self._step_began)
+        report(f"load from {where}", min(loads), min(reads), "reading every byte", "at most 1.1")
 
 
 def trained(layers: int) -> tuple[Accelerator, dict[str, Tensor]]:
