@@ -56,7 +56,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     args = {"max_steps": arguments.saves * arguments.every + arguments.every // 2, "save_every": arguments.every}
     trainer = trainer_of(arguments, watch, output_dir=folder, keep_last=1, **args)
     trainer.fit()
-    if trainer.accelerator.is_main_process:
+    is_main = trainer.accelerator.is_main_process
+    if is_main:
         watch.print(arguments)
     checkpoint = next(folder.glob("*/checkpoints/checkpoint-*"))
     del trainer
@@ -73,7 +74,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             if is_cold:
                 forget(checkpoint)
             floors.append(timed(lambda: read(checkpoint))[0])
-        if trainer.accelerator.is_main_process:
+        if is_main:
             where = "the disk" if is_cold else "the system's memory"
             report(f"resume from {where}", min(resumed), min(floors), "reading every byte", "at most 1.2")
 
@@ -82,6 +83,7 @@ def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch", **options: Any
     """Return a Trainer of linear layers."""
     layers = max(1, round(arguments.parameters / WIDTH**2))
     rows = 16 * arguments.batch
+    torch.manual_seed(0)  # all ranks have the same data
     plugin = STRATEGIES[arguments.strategy]() if arguments.processes > 1 else None
     return Trainer(
         nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))),

@@ -63,7 +63,7 @@ class DirectFile:
 
     def _write_block(self) -> None:
         self._switch(on=bool(self._direct_flag))
-        rest = memoryview(self._block[: self._filled])
+        rest = memoryview(self._memory)[: self._filled]
         while len(rest):
             try:
                 rest = rest[self._file.write(rest) :]

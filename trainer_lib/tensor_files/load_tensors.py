@@ -99,8 +99,8 @@ def read_tensor(
     tensor = torch.empty(tuple(shape), dtype=dtype) if memory is None else memory.take(dtype, shape)
     try:
         with path.open("rb", buffering=0) as file:
-            for memory, at in _pieces(tensor, start):
-                _read(file.fileno(), [memory], at)
+            for piece, at in _pieces(tensor, start):
+                _read(file.fileno(), [piece], at)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return tensor
