@@ -203,11 +203,11 @@ def test_lbfgs_is_refused_with_the_reason(name: str) -> None:
         build_optimizer(name, _parameters(), learning_rate=0.1)
 
 
-@pytest.mark.parametrize("name", ["lomo", "AdaLomo", "lomo_optim.Lomo"])
-def test_optimizers_that_step_in_the_backward_are_refused_with_the_reason(name: str) -> None:
+@pytest.mark.parametrize("name", ["lomo_optim.Lomo", "lomo_optim.AdaLomo"])
+def test_optimizers_with_hooks_of_their_own_are_refused_with_the_reason(name: str) -> None:
     pytest.importorskip("lomo_optim")
     assert TrainingArguments(optimizer=name).optimizer == name, "the reason comes where the optimizer is built"
-    with pytest.raises(UnsupportedError, match=r"changes weights while the backward runs.*lomo_backward"):
+    with pytest.raises(UnsupportedError, match=r'Give the name "lomo" or "adalomo".*lomo_backward'):
         build_optimizer(name, _parameters(), learning_rate=0.1)
 
 

@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.options.memory_options import check_checkpointing, check_one_checkpointing
 from trainer_lib.trainer.arguments import value_checks as checks
+from trainer_lib.trainer.optim.lomo import steps_in_backward
 
 Rule = Callable[..., None]
 
@@ -268,6 +269,7 @@ def _checkpointed_blocks(
 
 @_rule
 def _optimizer_in_backward(
+    optimizer: str,
     optimizer_in_backward: bool,
     max_grad_norm: float | None,
     gradient_accumulation_steps: int | None,
@@ -278,8 +280,10 @@ def _optimizer_in_backward(
     ddp: Any,
     deepspeed: Any,
 ) -> None:
-    if not optimizer_in_backward:
+    if not (optimizer_in_backward or steps_in_backward(optimizer)):
         return
+    option = f"optimizer={optimizer!r}" if steps_in_backward(optimizer) else "optimizer_in_backward=True"
+    other = "take another optimizer" if steps_in_backward(optimizer) else "leave optimizer_in_backward out"
     steps, is_split = gradient_accumulation_steps or 1, per_device_train_batch_size == checks.AUTO
     for setting, reason, remedy in (
         (
@@ -300,17 +304,14 @@ def _optimizer_in_backward(
         (deepspeed and "deepspeed", "DeepSpeed steps by itself", "fsdp=True instead"),
     ):
         if setting:
-            raise ConfigurationError(
-                f"optimizer_in_backward=True does not work with {setting}: {reason}. Give {remedy}, or leave "
-                "optimizer_in_backward out."
-            )
+            raise ConfigurationError(f"{option} does not work with {setting}: {reason}. Give {remedy}, or {other}.")
 
 
 @_rule
-def _deepspeed(deepspeed: Any, fsdp: Any, ddp: Any, parallelism: Any) -> None:
+def _deepspeed(deepspeed: Any, fsdp: Any, ddp: Any) -> None:
     if deepspeed is None:
         return
-    for name, value in (("fsdp", fsdp), ("ddp", ddp), ("parallelism", parallelism)):
+    for name, value in (("fsdp", fsdp), ("ddp", ddp)):
         if value:
             raise ConfigurationError(
                 f"deepspeed and {name} are both given, and each says how ranks share the model. Give one of them."

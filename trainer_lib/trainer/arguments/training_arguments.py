@@ -20,6 +20,7 @@ from trainer_lib.trainer.arguments import value_checks as checks
 from trainer_lib.trainer.arguments.base import ArgumentsBase
 from trainer_lib.trainer.arguments.declaration import OnResume, documented, setting
 from trainer_lib.trainer.arguments.rules import check_rules
+from trainer_lib.trainer.optim.lomo import steps_in_backward
 
 _logger = get_logger(__name__)
 
@@ -176,8 +177,8 @@ class TrainingArguments(ArgumentsBase):
         OPTIMIZER,
         "adamw",
         'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw" '
-        'or "apollo_adamw", one of bitsandbytes, torchao or schedulefree ("adamw_8bit", "schedule_free_adamw"), or a '
-        "dotted path.",
+        '"apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit", '
+        '"schedule_free_adamw"), or a dotted path.',
         check=checks.optimizer_name,
         on_resume=OnResume.REFUSED,
     )
@@ -606,6 +607,11 @@ class TrainingArguments(ArgumentsBase):
     def eval_batch_size(self) -> int:
         """The samples in an evaluation batch of a rank."""
         return self.per_device_eval_batch_size or self.train_batch_size_for(1)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether weights are updated while the backward runs."""
+        return self.optimizer_in_backward or steps_in_backward(self.optimizer)
 
     def train_batch_size_for(self, num_processes: int) -> int:
         """Return the samples in a training batch of a rank; "auto" is 64, or near it a divisor of `global_batch_size`.

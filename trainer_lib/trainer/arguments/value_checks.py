@@ -464,7 +464,7 @@ def optimizer_name(name: str, value: Any) -> str:
     """Names of optimizers, and dotted paths."""
     kept = name_of("optimizer")(name, value)
     # These pass here: building the optimizer refuses them with a reason.
-    if "." in kept or kept.lower() in (*optimizer_names(), "lbfgs", "lomo", "adalomo"):
+    if "." in kept or kept.lower() in (*optimizer_names(), "lbfgs"):
         return kept
     raise ConfigurationError(_hugging_face_hint("optim", kept, name) or _unknown_name(name, kept, optimizer_names()))
 

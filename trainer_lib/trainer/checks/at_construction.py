@@ -258,11 +258,11 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
     in_backward = accelerator.memory_options.optimizer_in_backward
-    if in_backward != args.optimizer_in_backward:
+    if in_backward != args.steps_in_backward:
         raise ConfigurationError(
-            f"optimizer_in_backward={args.optimizer_in_backward} contradicts the accelerator, which was made with "
+            f"optimizer_in_backward={args.steps_in_backward} contradicts the accelerator, which was made with "
             f"{in_backward}. Give TrainingArguments(optimizer_in_backward={in_backward}), or make the accelerator with "
-            f"kwargs_handlers=[MemoryKwargs(optimizer_in_backward={args.optimizer_in_backward})]."
+            f"kwargs_handlers=[MemoryKwargs(optimizer_in_backward={args.steps_in_backward})]."
         )
     ours = [name for name in ("gradient_checkpointing", "activation_offload") if getattr(args, name)]
     fsdp = accelerator.state.fsdp_plugin

@@ -50,7 +50,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["megatron_lm_plugin"] = megatron_lm_plugin(args)
     if args.parallelism is not None:
         options["parallelism_config"] = args.parallelism
-    memory = MemoryKwargs(optimizer_in_backward=True) if args.optimizer_in_backward else None
+    memory = MemoryKwargs(optimizer_in_backward=True) if args.steps_in_backward else None
     options["kwargs_handlers"] = [handler for handler in (args.ddp, args.fp8, memory) if handler is not None]
     made = Accelerator(
         mixed_precision=precision,

@@ -9,6 +9,7 @@ from trainer_lib.trainer.arguments.import_path import load
 
 # The names of transformers, where it has one. The first part of a path is the package.
 PATHS = {
+    "adalomo": "trainer_lib.trainer.optim.lomo.AdaLomo",
     "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
     "adamw_bf16": "trainer_lib.trainer.optim.stochastic_adamw.StochasticAdamW",
     "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
@@ -21,6 +22,7 @@ PATHS = {
     "galore_adamw": "trainer_lib.trainer.optim.low_rank_adamw.GaLoreAdamW",
     "lion_32bit": "bitsandbytes.optim.Lion",
     "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "lomo": "trainer_lib.trainer.optim.lomo.Lomo",
     "muon": "trainer_lib.trainer.optim.muon_adamw.MuonAdamW",
     "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
     "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",

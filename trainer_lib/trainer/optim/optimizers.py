@@ -81,13 +81,11 @@ def optimizer_names() -> list[str]:
     return sorted(name for name in {*_known(), *PATHS} if name not in _REFUSED)
 
 
-_LOMO = (
-    "it changes weights while the backward runs, before the Trainer can check, weight or clip their gradients. Use "
-    "another optimizer, or write the loop with trainer_lib.Accelerator and its lomo_backward"
-)
 _REFUSED = {
-    "lomo": _LOMO,
-    "adalomo": _LOMO,
+    "lomo_optim": (
+        'its hooks change weights before the Trainer can weight their gradients. Give the name "lomo" or "adalomo", '
+        "which are made for it, or write the loop with trainer_lib.Accelerator and its lomo_backward"
+    ),
     "lbfgs": (
         "it needs a closure that computes the loss several times per step, and the Trainer computes it once. Use "
         "another optimizer, or write the loop with trainer_lib.Accelerator, whose optimizers take closures"
@@ -106,10 +104,8 @@ def _kind(name: Any) -> Callable[..., Any]:
         raise ConfigurationError(f'optimizer must be a name such as "adamw", or a dotted path (got {name!r}).')
     if "." in name:
         kind = load(name, "optimizer")
-        is_refused = str(getattr(kind, "__module__", "")).startswith("lomo_optim") or (
-            isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
-        )
-        short = kind.__name__.lower() if is_refused else ""
+        is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
+        short = "lbfgs" if is_lbfgs else str(getattr(kind, "__module__", "")).partition(".")[0]
     else:
         short = name.lower()
         if short not in _known() and short not in PATHS and short not in _REFUSED:
