@@ -522,7 +522,7 @@ def test_nothing_is_left_in_the_temporary_folder(
         (["--zero_stage", "2"], "--zero_stage has no effect without --use_deepspeed. Add --use_deepspeed, or leave"),
         (
             ["--use_deepspeed", "--deepspeed_multinode_launcher", "pdsh"],
-            "deepspeed_multinode_launcher=pdsh needs a lau",
+            "deepspeed_multinode_launcher=pdsh needs --deepspeed_hostfile, a file",
         ),
         (
             ["--use_fsdp", "--use_deepspeed"],

@@ -103,14 +103,13 @@ IN_THE_START = {
     "machine_rank", "main_process_ip", "main_process_port", "max_restarts",
     "module", "monitor_interval", "mpirun_hostfile", "multi_gpu", "no_python", "num_cpu_threads_per_process",
     "num_machines", "num_processes", "quiet", "rdzv_backend", "rdzv_conf", "role", "tee",
+    # tests/commands/test_launch_hosts.py starts these.
+    "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher",
 }  # fmt: skip
 # Says of the machines what makes no difference here.
 WITHOUT_NEED = {"same_network"}
 # Those of features that this version does not have, with a value that asks for them.
 REFUSED = {
-    "a launch by pdsh or MPI from one machine": [
-        "deepspeed_hostfile=hosts", "deepspeed_exclusion_filter=a", "deepspeed_inclusion_filter=a",
-    ],
     "Megatron-LM's own code": [
         "megatron_lm_no_load_optim=true", "megatron_lm_no_save_optim=true",
         "megatron_lm_use_precision_aware_optimizer=true", "megatron_lm_decoder_last_pipeline_num_layers=1",
@@ -129,7 +128,6 @@ IDLE = {
     "no_tpu_cluster": "",
     "parallelism_config_cp_backend": "torch",
     "parallelism_config_sp_backend": "deepspeed",
-    "deepspeed_multinode_launcher": "standard",
 }
 ASKED_FOR = [(feature, option) for feature, options in REFUSED.items() for option in options]
 
@@ -335,7 +333,7 @@ def test_what_a_file_asks_for(
     [
         (
             "distributed_type: DEEPSPEED\nnum_machines: 2\ndeepspeed_config: {deepspeed_multinode_launcher: pdsh}",
-            "deepspeed_multinode_launcher=pdsh needs a launch by pdsh or MPI from one machine, which this version",
+            "deepspeed_multinode_launcher=pdsh needs --deepspeed_hostfile, a file with a line for each machine. Give",
         ),
         (
             "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}",

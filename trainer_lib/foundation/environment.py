@@ -86,6 +86,11 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
     return os.environ.get(key, default)
 
 
+def variables_that_begin_with(*beginnings: str) -> dict[str, str]:
+    """Return the variables whose names begin with one of these."""
+    return {name: value for name, value in os.environ.items() if name.startswith(beginnings)}
+
+
 def debug_mode() -> bool:
     """Whether collectives first check that all ranks have the same shapes."""
     return parse_flag_from_env("ACCELERATE_DEBUG_MODE")

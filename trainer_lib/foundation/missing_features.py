@@ -59,10 +59,6 @@ def _description(feature: MissingFeature) -> str:
     return f"Not available: this version does not have {feature.name}. {feature.instead}"
 
 
-DEEPSPEED_HOSTS = MissingFeature(
-    "a launch by pdsh or MPI from one machine",
-    "Start `trainer-lib launch` on each machine, with --machine_rank and --main_process_ip.",
-)
 DEEPSPEED_ENGINE = MissingFeature(
     "DeepSpeed's engine as an object",
     "accelerator.backward, clip_grad_norm_ and the prepared optimizer do what its methods do.",

@@ -3,7 +3,6 @@
 from typing import Any
 
 from trainer_lib.foundation.missing_features import (
-    DEEPSPEED_HOSTS,
     MEGATRON_LM,
     TPU,
     MissingFeature,
@@ -466,8 +465,8 @@ def _deepspeed() -> list[Setting]:
         variable = variable or f"ACCELERATE_DEEPSPEED_{name.upper()}"
         return Setting(name=name, group=group, kind=kind, help=help_text, section=section, variable=variable)
 
-    def of_machines(name: str) -> Setting:
-        return Setting(name=name, group=group, kind=FILLED, help="", section=section, missing=DEEPSPEED_HOSTS)
+    def of_machines(name: str, help_text: str) -> Setting:
+        return Setting(name=name, group=group, kind=FILLED, help=help_text, section=section)
 
     device = choice("none", "cpu", "nvme")
     return [
@@ -499,10 +498,12 @@ def _deepspeed() -> list[Setting]:
             name="deepspeed_multinode_launcher",
             group=group,
             kind=choice(*DEEPSPEED_MULTINODE_LAUNCHERS),
-            help="standard: run the launcher on each machine; other ways are refused",
+            help="pdsh (default): start the machines of the hostfile from here; standard: run the launcher on each",
             section=section,
         ),
-        *[of_machines(f"deepspeed_{name}") for name in ("hostfile", "exclusion_filter", "inclusion_filter")],
+        of_machines("deepspeed_hostfile", "a file with a line for each machine: NAME slots=N"),
+        of_machines("deepspeed_exclusion_filter", "machines and devices to leave out: NAME@NAME:0,2"),
+        of_machines("deepspeed_inclusion_filter", "machines and devices to use alone, written alike"),
     ]  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def _deepspeed() -> list[Question]:
         question("deepspeed_moe_layer_cls_names", "The classes of mixture-of-experts layers, with commas?", "",
                  "An empty line: the model has none.", TEXT, when=is_third),
         question("deepspeed_multinode_launcher", "Which launcher for several machines?", "standard",
-                 "standard: run it on each machine. Only Accelerate can run the others.",
+                 "standard: run it on each machine; pdsh: start all from one. Only Accelerate runs slurm and mvapich.",
                  choice(*DEEPSPEED_MULTINODE_LAUNCHERS), when=on_machines),
         question("deepspeed_hostfile", "The hostfile?", None, "A line for each machine, as `host slots=8`.", FILLED,
                  when=lambda answers: on_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard"),

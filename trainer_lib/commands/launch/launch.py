@@ -71,6 +71,12 @@ def _start(options: argparse.Namespace, command: Sequence[str]) -> int:
         return launch_on_sagemaker(values, command)
     program = [] if values["print_config"] else _program(values, command)
     _translate_names_of_torchrun(values)
+    if values["use_deepspeed"]:
+        from trainer_lib.commands.launch.host_launch import start_on_hosts, use_hostfile
+
+        hosts = use_hostfile(values)
+        if hosts is not None and not values["print_config"]:
+            return start_on_hosts(values, hosts, command)
     variables = script_variables(values)
     with environment.patch_environment(**variables):
         variables |= _visible_devices(values)

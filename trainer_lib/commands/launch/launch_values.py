@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.missing_features import DEEPSPEED_HOSTS, refusal
+from trainer_lib.foundation.missing_features import refusal
 from trainer_lib.launchers.config_file import find_config_file, read_file
 from trainer_lib.launchers.config_reader import is_sagemaker
 from trainer_lib.launchers.launch_options import SETTINGS
@@ -187,12 +187,8 @@ def _check_needs(values: LaunchValues) -> None:
 
 
 def _check_engines(values: LaunchValues) -> None:
-    """Raise for two engines, and for a way to start DeepSpeed that this version does not have."""
+    """Raise for two engines."""
     engines = [name for name in ("use_fsdp", *_OF_ENGINES) if values[name]]
     if len(engines) > 1:
         first, second = (f"{name} ({values.source(name)})" for name in engines[:2])
         raise ConfigurationError(f"{first} and {second} both say how models are sharded. Leave out one of them.")
-    way = values["deepspeed_multinode_launcher"]
-    is_given = values.source("deepspeed_multinode_launcher")[:2] == "--"
-    if way not in (None, "standard") and values["use_deepspeed"] and (is_given or values["num_machines"] > 1):
-        raise refusal(f"deepspeed_multinode_launcher={way}", DEEPSPEED_HOSTS)
