@@ -70,7 +70,7 @@ class ChecksummedFile:
 
 
 def _opened(path: AnyPath) -> Any:
-    if not isinstance(path, Path):
+    if not isinstance(path, Path) or not hasattr(os, "O_DIRECT"):
         return path.open("wb")
     from trainer_lib.filesystem.direct_files import DirectFile
 

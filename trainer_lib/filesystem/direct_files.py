@@ -27,7 +27,7 @@ class DirectFile:
         self._memory = mmap.mmap(-1, _BLOCK)  # aligned to a page, as direct writes need it
         self._block = np.frombuffer(self._memory, np.uint8)
         self._filled = 0
-        self._direct_flag = getattr(os, "O_DIRECT", 0)  # 0: the system has none, or the file system refused
+        self._direct_flag = os.O_DIRECT  # 0: the file system refused
         self._is_direct = False
 
     def write(self, data: Any) -> int:
@@ -78,10 +78,9 @@ class DirectFile:
     def _switch(self, on: bool) -> None:
         if on == self._is_direct:
             return
-        flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
             self._is_direct = on
         except OSError:
             self._direct_flag = 0
