@@ -65,10 +65,12 @@ def print_curves(run: Run, file: TextIO) -> None:
 
 
 def line_of(run: Run, values: Mapping[str, Any]) -> str:
-    """Return a line with the run's step and epoch and these values."""
+    """Return a line with these values, and with the run's step and epoch if it has trained."""
     state = run.state
     of = "" if state.max_steps is None else f"/{state.max_steps}"
     shown = ", ".join(f"{name} {_short(value)}" for name, value in values.items() if name not in ("step", "epoch"))
+    if state.status == "new" and not state.step:
+        return f"evaluation: {shown}"
     return f"step {state.step}{of}, epoch {state.epochs:.4g}: {shown}"
 
 

@@ -54,7 +54,7 @@ def test_an_evaluation_on_its_own_is_a_line_and_not_in_the_table() -> None:
     printer = Printer(file)
     evaluate(Dispatcher([printer]), Run(), {"test_loss": 1.0})
     go_through([printer], 2, evaluations={2: {"eval_loss": 0.5}})
-    assert [line for line in file.getvalue().splitlines() if "test" in line] == ["step 0, epoch 0: test_loss 1"]
+    assert [line for line in file.getvalue().splitlines() if "test" in line] == ["evaluation: test_loss 1"]
 
 
 def test_the_main_process_alone_prints() -> None:

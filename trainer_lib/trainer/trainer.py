@@ -157,12 +157,12 @@ class Trainer(ToolMethods, PublishMethods):
         Args:
             checkpoint: The folder of a checkpoint, or of a run, for its newest checkpoint.
             model: A model of the same architecture.
-            **options: Other arguments of the trainer: datasets, metrics, callbacks.
+            **options: Other arguments of the trainer: `loss_fn`, datasets, metrics, callbacks.
         """
         from trainer_lib.trainer.checkpoints.find_resume_point import checkpoint_at
         from trainer_lib.trainer.checkpoints.peft import load_weights
 
-        folder = checkpoint_at(checkpoint)
+        folder = checkpoint_at(checkpoint, "checkpoint")
         # A deadline given as a date was that of the job that saved the checkpoint.
         saved = read_arguments(folder)
         deadline = AUTO if saved.deadline == AUTO else None

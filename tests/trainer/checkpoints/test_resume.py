@@ -190,6 +190,13 @@ def test_a_run_resumes_from_the_path_of_its_folder_or_of_a_checkpoint(tmp_path: 
     assert run(tmp_path / "other", {}, points(), resume=str(folder / "checkpoints" / "checkpoint-00000014")) == whole
 
 
+def test_a_folder_of_runs_names_the_newest_run(tmp_path: Path) -> None:
+    run(tmp_path, {}, points(), dies_at=7)
+    (folder,) = tmp_path.iterdir()
+    with pytest.raises(ConfigurationError, match=f"^checkpoint=.*: the newest one here is {folder}[.]$"):
+        Trainer.from_checkpoint(tmp_path, torch.nn.Linear(2, 1))
+
+
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="there is no checkpoint, nor one in its folder"):
         trainer(arguments(resume=str(tmp_path / "nowhere"))).fit()

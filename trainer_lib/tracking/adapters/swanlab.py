@@ -25,8 +25,8 @@ class SwanLabTracker(VendorTracker):
     mode_variable: ClassVar[str] = "SWANLAB_MODE"
     key_variable: ClassVar[str] = "SWANLAB_API_KEY"
     without_key: ClassVar[str] = (
-        "The tracker swanlab has no key. Set SWANLAB_API_KEY, run `swanlab login`, or give mode='offline' to write "
-        "files, which `swanlab sync` sends."
+        "The tracker swanlab has no key. Set SWANLAB_API_KEY, or run `swanlab login`. Without a network, give "
+        "SwanLabCallback(mode='offline'): `swanlab sync` sends the files later."
     )
 
     @on_main_process

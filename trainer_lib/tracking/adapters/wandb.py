@@ -28,8 +28,8 @@ class WandBTracker(VendorTracker):
     mode_variable: ClassVar[str] = "WANDB_MODE"
     key_variable: ClassVar[str] = "WANDB_API_KEY"
     without_key: ClassVar[str] = (
-        "The tracker wandb has no key. Set WANDB_API_KEY, run `wandb login`, or give mode='offline' to write files, "
-        "which `wandb sync` sends."
+        "The tracker wandb has no key. Set WANDB_API_KEY, or run `wandb login`. Without a network, set "
+        "WANDB_MODE=offline or give WandbCallback(mode='offline'): `wandb sync` sends the files later."
     )
 
     @on_main_process

@@ -24,8 +24,12 @@ from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, f
 _logger = get_logger(__name__)
 
 
-def checkpoint_at(path: str | AnyPath) -> AnyPath:
+def checkpoint_at(path: str | AnyPath, argument: str = "resume") -> AnyPath:
     """Return the checkpoint at a path (also of Hugging Face's Trainer), or the newest of the run whose folder it is.
+
+    Args:
+        path: The folder of a checkpoint or of a run.
+        argument: The argument that gives it, for the error.
 
     Raises:
         ConfigurationError: If there is no checkpoint.
@@ -43,10 +47,12 @@ def checkpoint_at(path: str | AnyPath) -> AnyPath:
         return folder
     newest = read_run(folder, None).newest_checkpoint()
     if newest is None:
+        runs = find_runs(folder)
         raise ConfigurationError(
-            f"resume={str(path)!r}: there is no checkpoint, nor one in its folder {CHECKPOINTS}. Give a folder such as "
-            f'output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, the folder of a run, or "auto".'
-            f"{did_you_mean(path, ('auto', 'extend', 'never'))}"
+            f"{argument}={str(path)!r}: there is no checkpoint, nor one in its folder {CHECKPOINTS}. Give a folder "
+            f"such as output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, or the folder of a run"
+            f"{f': the newest one here is {runs[-1].run.path}' if runs else ''}."
+            f"{did_you_mean(path, ('auto', 'extend', 'never')) if argument == 'resume' else ''}"
         )
     return newest
 
