@@ -98,7 +98,7 @@ def classify(weights: Path, folder: Path) -> None:
     with torch.no_grad():
         shares = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(dim=1)
     for text, row in zip(texts, shares, strict=True):
-        print(f"{text:<36}" + "  ".join(f"{kind} {share:4.0%}" for kind, share in zip(KINDS, row, strict=True)))
+        print(f"{text:<42}" + "  ".join(f"{kind} {share:4.0%}" for kind, share in zip(KINDS, row, strict=True)))
 
 
 def find_weights() -> Path:
