@@ -1,8 +1,8 @@
 """What a Trainer does besides training, on each mesh as in one process.
 
 One run for each mesh shows several features: an update that is skipped because the loss of one sample is not finite,
-requests of a callback on one rank, loss weights of rows with unlike numbers of targets, sample counts, EMA, and an
-evaluation whose last batch is short.
+requests of a callback on one rank, loss weights of rows with unlike numbers of targets, sample counts, EMA, an
+evaluation whose last batch is short, and what `gather_for_metrics` returns.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.strategies.split import LENGTH, PLAIN, VOCABULARY, WITH_VOCABULARY, Plain, data, model_of
 from tests.trainer.fit.meshes import MESHES, replicas_of
@@ -84,7 +85,11 @@ def train(mesh: str, folder: Path) -> Any:
     state = trainer.run.state
     model: Any = trainer.run.model
     weights = trainer.accelerator.get_state_dict(model)
-    counts = (state.step, state.samples, state.tokens, state.status)
+    gathered, seven = list[int](), [*range(7)]
+    loader: Any = DataLoader(seven, batch_size=2)  # pyright: ignore[reportArgumentType]  # a list is a dataset
+    for batch in trainer.accelerator.prepare(loader):
+        gathered += trainer.accelerator.gather_for_metrics(batch).tolist()
+    counts = (state.step, state.samples, state.tokens, state.status, sorted(gathered))
     return history, evaluated, counts, asks.notes, {name: value.clone() for name, value in weights.items()}
 
 
@@ -97,6 +102,7 @@ def test_guard_requests_weights_counts_and_evaluation(mesh: str, tmp_path: Path)
     history, evaluated, counts, notes, weights = expected
     assert {("evaluated", 1), ("skipped", 1), ("saved", 3)} <= set(notes), "of one process"
     assert counts[0] == 4
+    assert counts[-1] == list(range(7))
     for rank, actual in enumerate(run_world(train, (mesh, tmp_path / mesh), MESHES[mesh][0], timeout=150)):
         assert actual[0] == [pytest.approx(entry, rel=2e-6, nan_ok=True) for entry in history]
         assert actual[1] == pytest.approx(evaluated, rel=2e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.faults.trainings import Dies
-from tests.strategies.split import WITH_VOCABULARY, Plain, bert, data, gpt2, llama, mixtral, model_of
+from tests.strategies.split import WITH_LOGITS, WITH_VOCABULARY, Plain, bert, data, gpt2, llama, mixtral, model_of
 from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, replicas_of, with_table
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
@@ -31,7 +31,8 @@ class _Began(Callback):
 
 def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind: Any = Plain, **options: Any) -> Any:
     samples, begins_at, began = options.pop("samples", 45), options.pop("begins_at", 0), _Began()
-    handler = TorchTensorParallelConfig(plan=WITH_VOCABULARY if kind is Plain else None)
+    plan = options.pop("plan", WITH_VOCABULARY if kind is Plain else None)
+    handler = TorchTensorParallelConfig(plan=plan)
     sizes: dict[str, Any] = MESHES[mesh][1]
     replicas = replicas_of(mesh)
     args: dict[str, Any] = {
@@ -111,6 +112,16 @@ def test_other_models_split_sequences_and_matrices(kind: Any, mesh: str) -> None
 
     (expected,) = run_world(run, ("one",), 1)
     for actual in run_world(run, (mesh,), MESHES[mesh][0], timeout=150):
+        assert_as_one_process(actual, expected)
+
+
+@pytest.mark.slow
+def test_a_loss_of_parts_of_sequences_is_computed_from_split_logits() -> None:
+    def run(mesh: str) -> Any:
+        return _run(mesh, plan=WITH_LOGITS, samples=21, max_steps=3)
+
+    (expected,) = run_world(run, ("one",), 1)
+    for actual in run_world(run, ("tp2_cp2",), 4, timeout=150):
         assert_as_one_process(actual, expected)
 
 
