@@ -32,7 +32,7 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
     """
     tensors, metadata, reads = _planned(path)
     with _errors_named(path):
-        for _ in _read_all(path, reads):
+        for _ in _read_all(path, reads, _threads(len(reads))):
             continue
     return with_aliases({name: tensor.to(device) for name, tensor in tensors.items()}, metadata)
 
@@ -49,7 +49,7 @@ def load_with_checksum(path: Path) -> tuple[dict[str, Tensor], str]:
         with path.open("rb") as file:
             header = file.read(reads[0].start if reads else -1)
         checksum.update(header)
-        for read in _read_all(path, reads):
+        for read in _read_all(path, reads, threads=1):  # beside other files; the disk reads ahead of one thread only
             for memory in read.memories:
                 checksum.update(memory)
     return with_aliases(tensors, metadata), checksum.hexdigest()
@@ -141,9 +141,9 @@ def _planned(path: Path) -> tuple[dict[str, Tensor], dict[str, str], list[_Read]
     return tensors, metadata, reads
 
 
-def _read_all(path: Path, reads: list[_Read]) -> Iterator[_Read]:
-    """Read in parallel, and yield the reads in their order, each when it is complete."""
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_threads(len(reads))) as pool:
+def _read_all(path: Path, reads: list[_Read], threads: int) -> Iterator[_Read]:
+    """Read on threads, and yield the reads in their order, each when it is complete."""
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(threads) as pool:
 
         def read_one(read: _Read) -> _Read:
             _read(file.fileno(), read.memories, read.start)
