@@ -7,6 +7,7 @@ and errors of its own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ class ShardedOptimizer(State):
 
 def shard_files(name: str, tensors: Mapping[str, Any], rank: int) -> dict[str, Content]:
     """Return the file with this rank's shards of tensors."""
-    chunks = {key: chunk for key, value in tensors.items() if (chunk := _chunk(value, rank)) is not None}
+    writes = cache(_writes)  # as many tensors have one sharding, and a mesh computes its ranks each time
+    chunks = {key: chunk for key, value in tensors.items() if (chunk := _chunk(value, rank, writes)) is not None}
     return {f"{name}{SHARDS_ENDING}/{shard_file(rank)}": shard_content(chunks)}
 
 
@@ -134,16 +136,23 @@ def _sharded_like(value: Any, parameter: Any) -> Any:
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _chunk(value: Any, rank: int) -> Chunk | None:
+def _chunk(value: Any, rank: int, writes: Callable[[Any, Any], bool]) -> Chunk | None:
     """Return the part of a tensor that this rank writes; `None` if it writes none."""
     if not hasattr(value, "_local_tensor"):
         return Chunk(value, [0] * value.dim()) if rank == 0 else None
-    mesh, places = value.device_mesh, zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
-    # The first of several replicas writes: a mesh of some ranks holds what others hold too, unless rank 0 is in it.
-    if 0 not in mesh.mesh or any(at and placement.is_replicate() for at, placement in places):
+    if not writes(value.device_mesh, value.placements):
         return None
     local = local_shard(value).detach()
     return Chunk(local, _region(value)[1]) if local.numel() else None
+
+
+def _writes(mesh: Any, placements: tuple[Any, ...]) -> bool:
+    """Whether this rank writes shards: the first of several replicas does.
+
+    A mesh of some ranks holds what others hold too, unless rank 0 is in it.
+    """
+    places = zip(mesh.get_coordinate(), placements, strict=True)
+    return 0 in mesh.mesh and not any(at and placement.is_replicate() for at, placement in places)
 
 
 def _region(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
