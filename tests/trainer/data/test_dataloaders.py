@@ -24,7 +24,9 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.trainer.data.collate import collate
 from trainer_lib.trainer.data.dataloaders import eval_loader, train_loader
+from trainer_lib.trainer.data.datasets import Columns
 
 SIZE = 23
 LENGTHS = np.random.default_rng(0).integers(1, 9, SIZE).tolist()
@@ -517,3 +519,29 @@ def test_some_loaders_cannot_be_overfit_or_limited() -> None:
     assert train_loader(prepared) is prepared
     with pytest.raises(ConfigurationError, match="A prepared loader cannot be limited to 2 batches"):
         train_loader(prepared, limit_batches=2)
+
+
+def test_workers_write_batches_into_the_memory_they_share() -> None:
+    class Shared(Columns):
+        """Returns whether its batch is in shared memory before the worker passes it on."""
+
+        def batch(self, indices: list[int], collate: Any) -> Any:
+            batch = super().batch(indices, collate)
+            return batch, [rows.is_shared() for rows in batch.values()]
+
+    rows = np.arange(30.0).reshape(10, 3)
+    columns = {"array": rows, "tensor": torch.from_numpy(rows), "half": torch.arange(10).to(torch.bfloat16)}
+    here, there = (list(eval_loader(Shared(columns), batch_size=4, num_workers=workers)) for workers in (0, 1))
+    assert [shared for _, shared in here] == [[False] * 3] * 3
+    assert [shared for _, shared in there] == [[True] * 3] * 3
+    for (batch, _), (other, _) in zip(here, there, strict=True):
+        assert all(torch.equal(batch[name], other[name]) and batch[name].dtype == other[name].dtype for name in columns)
+
+
+def test_indices_beyond_the_data_are_an_error_in_workers_too() -> None:
+    columns = Columns(np.arange(10.0)).with_batched_reads()
+    loader: Any = DataLoader(columns, batch_size=2, sampler=[9, 10], num_workers=1, collate_fn=collate)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    with pytest.raises(IndexError):
+        next(iterator)
+    iterator._shutdown_workers()
