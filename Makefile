@@ -30,7 +30,7 @@ help:
 	@echo "make test-all   run all tests, as .ci/run does"
 	@echo "make test-gpu   run what only a GPU with CUDA shows; make test-gpus: what only several show"
 	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
-	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh"
+	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh, look for leaks"
 	@echo "make lint       check format, style, types, imports and documentation"
 	@echo "make format     format the code"
 	@echo "make bench      measure what the engine costs per step"
@@ -69,6 +69,7 @@ soak: .venv/with-test
 	$(BIN)/python -m pytest -m fault --soak
 	$(BIN)/python -m pytest tests/trainer/fit/test_split_runs.py --soak
 	$(BIN)/python -m tests.faults.ledger
+	$(BIN)/python -m benchmarks.run_memory --soak
 
 lint: .venv/with-dev
 	$(BIN)/ruff format --check

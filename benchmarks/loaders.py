@@ -1,0 +1,168 @@
+"""Prepared loaders beside plain ones: `python -m benchmarks.loaders`.
+
+Narrow samples and wide ones, in order and shuffled, read by the process itself and by two workers. Both loaders take
+turns and give the same samples. The last figure is the time from the position in the middle of 10⁹ samples to the first
+batch after it, in a computed order.
+"""
+
+import argparse
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from benchmarks import machine, report
+from benchmarks.contestants.base import Contestant
+from benchmarks.contestants.trainer_lib import forget_state
+from benchmarks.docstrings import docstrings
+from benchmarks.figures import Comparison, Row, Sample
+from benchmarks.meters import Meter, Stopwatch
+from benchmarks.rounds import run
+from benchmarks.scenarios import Scenario
+from benchmarks.task import BATCH_SIZE, Task, labels_sum
+
+NARROW, WIDE = 64, 3 * 96 * 96
+MANY = 10**9
+TARGET = "time ≤ 1.03"
+
+
+class Plain(Contestant):
+    """A DataLoader of torch."""
+
+    name = "plain"
+
+    def __init__(self, features: int, shuffle: bool, workers: int) -> None:
+        self.features, self.shuffle, self.workers = features, shuffle, workers
+
+    def read(self, task: Task, meter: Meter) -> float:
+        """Go through the data."""
+        loader = self.loader(task)
+        total = labels_sum([labels for _, labels in loader])  # also starts the workers
+        with meter:
+            for _ in loader:
+                pass
+        return total
+
+    def loader(self, task: Task) -> Any:
+        """Return the loader."""
+        rows = task.steps * BATCH_SIZE
+        inputs = torch.zeros(rows, self.features)
+        return DataLoader(
+            TensorDataset(inputs, torch.arange(rows)),
+            batch_size=BATCH_SIZE,
+            shuffle=self.shuffle,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+        )
+
+
+class Prepared(Plain):
+    """The same loader, prepared."""
+
+    name = "trainer_lib"
+
+    def loader(self, task: Task) -> Any:
+        """Return the loader."""
+        from trainer_lib import Accelerator
+
+        return Accelerator(cpu=True).prepare(super().loader(task))
+
+    def reset(self) -> None:
+        """Forget the state that all objects share."""
+        forget_state()
+
+
+class Numbers(Dataset[int]):
+    """So many numbers."""
+
+    def __len__(self) -> int:
+        return MANY
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def main() -> None:
+    """Measure, and print tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loaders", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=21, help="how often each loader is read (default: 21)")
+    arguments = parser.parse_args()
+    comparisons = [
+        compare_loaders(features, steps, shuffle, workers, arguments.rounds)
+        for features, steps in ((NARROW, 400), (WIDE, 40))
+        for shuffle in (False, True)
+        for workers in (0, 2)
+    ]
+    print(f"{report.table(comparisons)}\n\n{machine.describe()}; {arguments.rounds} rounds\n")
+    by_length, shuffled = fill(is_grouped=True), fill(is_grouped=False)
+    print(f"docstrings in batches of 8: {by_length:.3f} of the positions are filled by length, {shuffled:.3f} shuffled")
+    milliseconds = seconds_to_the_middle() * 1e3
+    print(f"to the middle of {MANY:,} samples in a computed order: {milliseconds:.2f} ms (target: 10 ms)")
+
+
+def compare_loaders(features: int, steps: int, shuffle: bool, workers: int, rounds: int) -> Comparison:
+    """Read a plain loader and a prepared one in turn."""
+    order, readers = "shuffled" if shuffle else "in order", f"{workers} workers" if workers else "no workers"
+    title = f"Samples of {features:,} numbers, {order}, {readers}, for each batch of {BATCH_SIZE}"
+    scenario = Scenario(name=f"{features}-{shuffle}-{workers}", title=title, loop="read", target=TARGET, steps=steps)
+    samples: dict[type[Plain], list[Sample]] = {Plain: [], Prepared: []}
+    for index in range(rounds + 1):
+        turns = [Plain, Prepared] if index % 2 else [Prepared, Plain]
+        sums: set[float] = set()
+        for kind in turns:
+            watch = Stopwatch()
+            sums.add(run(kind(features, shuffle, workers), scenario, steps, watch))
+            if index:  # the first round warms up
+                samples[kind].append(Sample(watch.cpu / steps, watch.wall / steps))
+        assert len(sums) == 1, f"The loaders gave different samples: {sums}"
+    rows = [
+        Row(contestant=kind.name, samples=taken, baseline=samples[Plain], target=TARGET if kind is Prepared else "")
+        for kind, taken in samples.items()
+    ]
+    return Comparison(name=scenario.name, title=title, rows=rows)
+
+
+def seconds_to_the_middle(times: int = 15) -> float:
+    """Return how long it takes from the position in a checkpoint to the first batch after it."""
+    from trainer_lib import Accelerator
+    from trainer_lib.utils import DataLoaderConfiguration
+
+    def loader() -> Any:
+        config = DataLoaderConfiguration(low_memory_shuffle=True)
+        return Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(Numbers(), BATCH_SIZE, shuffle=True))
+
+    interrupted = loader()
+    reading = iter(interrupted)
+    next(reading)
+    state = interrupted.state_dict() | {"position": MANY // 2 // BATCH_SIZE * BATCH_SIZE}
+    reading.close()
+    seconds: list[float] = []
+    batches: list[list[int]] = []
+    for _ in range(times):
+        forget_state()
+        resumed = loader()
+        begun = time.perf_counter()
+        resumed.load_state_dict(state)
+        reading = iter(resumed)
+        batches.append(next(reading).tolist())
+        seconds.append(time.perf_counter() - begun)
+        reading.close()
+    assert all(batch == batches[0] for batch in batches)
+    return median(seconds)
+
+
+def fill(is_grouped: bool) -> float:
+    """Return the share of positions that are no padding in batches of docstrings."""
+    from trainer_lib.trainer.data.train_samplers import LengthGroupedSampler
+
+    lengths = [min(len(words), 512) for words in docstrings()]
+    order = list(LengthGroupedSampler(lengths, seed=0)) if is_grouped else torch.randperm(len(lengths)).tolist()
+    batches = [[lengths[index] for index in order[first : first + 8]] for first in range(0, len(order), 8)]
+    return sum(lengths) / sum(max(batch) * len(batch) for batch in batches)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
