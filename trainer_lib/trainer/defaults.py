@@ -175,6 +175,9 @@ def eval_loader(trainer: TrainerInterface, dataset: Any, option: str = "eval_dat
         collate_fn=_collate_fn(trainer),
         processing_class=trainer.processing_class,
         option=option,
+        # A sample that is skipped would leave a gap in the order that predictions are put back into.
+        longest_samples_first=args.predict_with_generate and args.on_bad_sample == "raise",
+        length_column=args.length_column,
         limit_batches=args.limit_eval_batches if args.overfit_batches is None else args.overfit_batches,
         **_reading(trainer, dataset, args.eval_batch_size),
     )

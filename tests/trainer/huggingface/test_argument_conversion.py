@@ -185,6 +185,10 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
         ),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism=ParallelismConfig(dp_shard_size=2)"),
         ({"generation_max_length": 9}, "generation_kwargs={'max_length': 9}, predict_with_generate=True"),
+        (
+            {"generation_config": "model"},
+            "generation_kwargs={'generation_config': 'model'}, predict_with_generate=True",
+        ),
     ],
 )
 def test_the_error_gives_ours_with_the_value(options: dict[str, Any], ours: str) -> None:
@@ -207,7 +211,6 @@ def test_the_error_gives_ours_with_the_value(options: dict[str, Any], ours: str)
         ({"train_sampling_strategy": "batch_rebalance"}, "there is no sampling 'batch_rebalance'"),
         ({"fsdp_config": "fsdp.json"}, "files such as 'fsdp.json' are not supported"),
         ({"fsdp_config": {}, "fsdp": "sharp"}, "there is no sharding mode 'sharp'"),
-        ({"generation_config": "model"}, "give its values by name, generation_kwargs={…}"),
         ({"metric_for_best_model": None}, "it has no effect without metric_for_best_model"),
     ],
 )

@@ -543,9 +543,16 @@ class TrainingArguments(ArgumentsBase):
     )
 
     predict_with_generate: bool = setting(
-        GENERATION, False, "Call the model's `generate` in evaluations and predictions."
+        GENERATION,
+        False,
+        "Call the model's `generate` in evaluations and predictions. Samples are read in the order of their lengths.",
     )
-    generation_kwargs: dict[str, Any] = setting(GENERATION, {}, "Arguments of `generate`.")
+    generation_kwargs: dict[str, Any] = setting(
+        GENERATION,
+        {},
+        "Arguments of `generate`: `max_length`, `num_beams`, …; a `generation_config` may be an object, a folder or a "
+        "name on the Hub.",
+    )
 
     progress_bar: bool | None = setting(
         TRACKERS,

@@ -18,6 +18,7 @@ from trainer_lib.foundation.lengths import length_of
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.data.collate import PaddingCollate, collate
 from trainer_lib.trainer.data.datasets import Columns, as_dataset
+from trainer_lib.trainer.data.eval_samplers import longest_first
 from trainer_lib.trainer.data.limit_batches import limited_dataset, limited_loader
 from trainer_lib.trainer.data.train_samplers import LengthGroupedSampler, WeightedSampler, first_samples, lengths_of
 
@@ -43,6 +44,7 @@ def train_loader(
     sample_weights: Sequence[float] | None = None,
     seed: int | None = None,
     num_processes: int = 1,
+    longest_samples_first: bool = False,
     option: str = "train_dataset",
 ) -> DataLoader[Any]:
     """Return the loader of training data, for an `Accelerator` to prepare.
@@ -70,6 +72,7 @@ def train_loader(
         sample_weights: Draws samples with replacement, in proportion to these weights.
         seed: The seed of the order; by default torch's seed.
         num_processes: The world size of the prepared loader.
+        longest_samples_first: Whether to read the samples in the order of their lengths, if these are known.
         option: The name of the dataset in errors.
 
     Raises:
@@ -96,16 +99,18 @@ def train_loader(
     if isinstance(data, IterableDataset) and overfit_batches is not None:
         data = _read_first_samples(data, max_samples or 0, seed, option)
     sampler: Sampler[Any] | None = None
-    if not isinstance(data, IterableDataset):
+    if not isinstance(data, IterableDataset) and longest_samples_first:
+        sampler = longest_first(data, length_column, max_samples)
+    if sampler is None and not isinstance(data, IterableDataset):
         lengths = lengths_of(data, length_column, option) if group_by_length else None
         sampler = _make_sampler(data, shuffle and overfit_batches is None, sample_weights, lengths, seed, option)
         sampler = sampler if max_samples is None else first_samples(sampler, max_samples)
-    elif order_option:
+    elif sampler is None and order_option:
         raise ConfigurationError(
             f"{order_option} needs a map-style dataset, and {option} is iterable: it yields samples in its own order. "
             f"Leave {order_option} out, or give a map-style dataset."
         )
-    elif limit is not None:
+    elif sampler is None and limit is not None:
         data = limited_dataset(data, limit, batch_size, num_processes)
     # An iterable dataset has no sampler: the loader's generator seeds its random numbers.
     seeded = sampler is None and seed is not None
@@ -136,9 +141,11 @@ def eval_loader(
     persistent_workers: bool = False,
     limit_batches: int | None = None,
     num_processes: int = 1,
+    longest_samples_first: bool = False,
+    length_column: str = "length",
     option: str = "eval_dataset",
 ) -> DataLoader[Any]:
-    """Return the loader of evaluation data, in the order of the data, for an `Accelerator` to prepare.
+    """Return the loader of evaluation data, in the order of the data or by length, for an `Accelerator` to prepare.
 
     It takes the same arguments as `train_loader`.
 
@@ -158,6 +165,8 @@ def eval_loader(
         persistent_workers=persistent_workers,
         limit_batches=limit_batches,
         num_processes=num_processes,
+        longest_samples_first=longest_samples_first,
+        length_column=length_column,
         option=option,
     )
 

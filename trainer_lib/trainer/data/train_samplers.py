@@ -167,7 +167,20 @@ def lengths_of(dataset: Any, column: str, option: str = "train_dataset") -> list
                 "Give length_column."
             )
         name = column if column in first else "input_ids"
-        stored = name in (getattr(dataset, "column_names", None) or ())
-        # Reads the whole column if there is one: reading each sample could take long.
-        values = dataset[name] if stored else (dataset[index][name] for index in range(len(dataset)))
+        values = (value for (value,) in fields_of(dataset, [name]))
         return [int(value) for value in values] if name == column else [len(value) for value in values]
+
+
+def fields_of(dataset: Any, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield fields of each sample. A stored column is read as a whole: reading each sample could take long.
+
+    Example:
+        >>> list(fields_of([{"input_ids": [1, 2], "labels": 0}], ["input_ids", "labels"]))
+        [([1, 2], 0)]
+    """
+    if {*names} <= {*(getattr(dataset, "column_names", None) or ())}:
+        yield from zip(*(dataset[name] for name in names), strict=True)
+        return
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        yield tuple(sample[name] for name in names)

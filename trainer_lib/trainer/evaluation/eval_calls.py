@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.checks import before_fit
+from trainer_lib.trainer.data.eval_samplers import order_of
 from trainer_lib.trainer.defaults import prepare_models
 from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED, EvaluationSet
 from trainer_lib.trainer.evaluation.eval_sets import metrics_over_sets
@@ -56,7 +57,13 @@ def predict(
     with attributes_kept([trainer.parts], ["generation_options"]):
         trainer.parts.generation_options = generation
         return evaluator.predict(
-            trainer.run, models.model_or_models, prepared, to=target, prefix=prefix, compute_metrics=compute_metrics
+            trainer.run,
+            models.model_or_models,
+            prepared,
+            to=target,
+            order=order_of(loader),
+            prefix=prefix,
+            compute_metrics=compute_metrics,
         )
 
 
@@ -64,4 +71,4 @@ def _set(trainer: TrainerInterface, name: str, loader: DataLoader[Any]) -> Evalu
     metrics, compute_metrics = trainer.parts.evaluation.measures(name)
     prepared = trainer.parts.evaluator.prepared(loader)
     leave_out_while_evaluating(trainer.args, prepared, trainer.accelerator.group)
-    return EvaluationSet(loader=prepared, metrics=metrics, compute_metrics=compute_metrics)
+    return EvaluationSet(loader=prepared, metrics=metrics, compute_metrics=compute_metrics, order=order_of(loader))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.collectives.object_collectives import gather_per_rank
+from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import (
@@ -51,12 +52,14 @@ class EvaluationSet:
         metrics: The metrics besides the loss, by name.
         compute_metrics: A function of all predictions and labels that returns further metrics.
         limit: How many batches each rank evaluates; `None` for all.
+        order: The samples in the order in which the loader reads them; `None`: in the order of the data.
     """
 
     loader: PreparedLoader
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     compute_metrics: Callable[..., Any] | None = None
     limit: int | None = None
+    order: Positions | None = None
 
 
 class Evaluator:
@@ -111,7 +114,7 @@ class Evaluator:
                 outputs = self._batches.outputs(
                     run, evaluated, eval_set.loader, eval_set.limit, "on_evaluate", _set_label(name)
                 )
-                values = self._measure(name, outputs, measured[name])
+                values = self._measure(name, outputs, measured[name], eval_set.order)
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
                 if (bad := eval_set.loader.quarantine) is not None:
                     bad.sync_across_ranks()
@@ -132,6 +135,7 @@ class Evaluator:
         to: Path | None = None,
         has_labels: bool = True,
         limit: int | None = None,
+        order: Positions | None = None,
         prefix: str = "predict",
         compute_metrics: Callable[..., Any] | None = None,
     ) -> Predictions:
@@ -144,6 +148,7 @@ class Evaluator:
             to: A folder that the main process writes predictions to batch by batch, instead of keeping them in memory.
             has_labels: Whether to return the labels, and to measure the loss.
             limit: How many batches each rank predicts; `None` for all.
+            order: The samples in the order in which the loader reads them; `None`: in the order of the data.
             prefix: The prefix of the metrics' names.
             compute_metrics: A function of all predictions and labels that returns further metrics. It is called if
                 there are labels and everything is in memory.
@@ -160,8 +165,8 @@ class Evaluator:
             self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
             outputs = self._batches.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
             if not has_labels:
-                outputs = ([EvaluationOutput(predictions=part.predictions) for part in parts] for parts in outputs)
-            collected, *values = self._measure("", outputs, metrics)
+                outputs = ([replace(part, loss_sum=None, labels=None) for part in parts] for parts in outputs)
+            collected, *values = self._measure("", outputs, metrics, order)
             measured = _prefixed(prefix, "", zip(metrics[1:], values, strict=True))
             if compute_metrics is not None and to is None and has_labels:
                 predictions, labels = collected
@@ -177,13 +182,20 @@ class Evaluator:
 
     # -- across ranks --------------------------------------------------------------------------------------------
 
-    def _measure(self, name: str, outputs: Iterator[list[EvaluationOutput]], metrics: Sequence[Metric]) -> list[Any]:
+    def _measure(
+        self,
+        name: str,
+        outputs: Iterator[list[EvaluationOutput]],
+        metrics: Sequence[Metric],
+        order: Positions | None,
+    ) -> list[Any]:
         """Return the values of the metrics, reduced across ranks."""
         accelerator = self._accelerator
         local = [metric for metric in metrics if not metric.needs_all_rows]
         is_main = accelerator.is_main_process
         gatherer = BatchGatherer(accelerator.data_group, metrics, is_main)
         for metric in metrics:
+            metric.order = order
             metric.begin(accelerator.device)
         batches = 0
         for parts in outputs:

@@ -1,6 +1,8 @@
 """Text generation as an evaluation step, for transformers models: predictions are the generated tokens."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,27 +54,49 @@ def generate_step(
             f"predict_with_generate=True needs batches with names, such as input_ids and labels, got a "
             f"{type(batch).__name__}."
         )
-    options = {**(generation_kwargs or {})}
-    if in_lockstep:
-        options.setdefault("synced_gpus", True)
+    options = _options(model, generation_kwargs or {}, processing_class, in_lockstep)
     labels = named.get("labels")
-    written = _written(model, named, options, processing_class)
+    written = _written(model, named, options)
     loss, weight = None, 0.0
     if labels is not None and loss_of is not None:
         loss, weight = loss_of(model, {name: value for name, value in named.items() if name not in _PROMPT.values()})
-    return EvaluationOutput(loss, weight, written, labels)
+    return EvaluationOutput(loss, weight, written, labels, _row_padding(options))
 
 
 _PROMPT = {"input_ids": "prompt_input_ids", "attention_mask": "prompt_attention_mask"}
 
 
-def _written(model: Any, named: Mapping[str, Any], options: dict[str, Any], processing_class: Any) -> Tensor:
+def _options(model: Any, given: Mapping[str, Any], processing_class: Any, in_lockstep: bool) -> dict[str, Any]:
+    """Return the arguments of `generate`, with the padding token if one is known."""
+    options = dict(given)
+    config = options.get("generation_config")
+    if isinstance(config, (str, Path)):
+        config = options["generation_config"] = _read_config(str(config))
     padding = _padding(model, processing_class)
-    if padding is not None and "generation_config" not in options:
+    if padding is not None and getattr(config, "pad_token_id", None) is None:
         options.setdefault("pad_token_id", padding)
+    if in_lockstep:
+        options.setdefault("synced_gpus", True)
+    return options
+
+
+@lru_cache(maxsize=1)
+def _read_config(source: str) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(source)
+
+
+def _row_padding(options: Mapping[str, Any]) -> int:
+    """Return what `generate` pads rows with, so that predictions do not depend on which rows are in a batch."""
+    token = options.get("pad_token_id", getattr(options.get("generation_config"), "pad_token_id", None))
+    return IGNORE_INDEX if token is None else int(token)
+
+
+def _written(model: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
     if getattr(model.config, "is_encoder_decoder", False):
         return model.generate(**_inputs(named), **options)
-    prompts = _prompts(named, 0 if padding is None else padding)
+    prompts = _prompts(named, max(_row_padding(options), 0))
     written = model.generate(**prompts, **options)
     return written[:, prompts["input_ids"].shape[1] :] if "input_ids" in prompts else written
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.data_loader.order.permutation import Positions
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -21,12 +23,14 @@ class EvaluationOutput:
         weight: The number of items: valid tokens, samples, pixels.
         predictions: One row per sample, in the leading dimension of tensors or in lists; structures of these.
         labels: In the same form as predictions; `None` if there are none.
+        padding: What the rows of `predictions` are padded with, where batches have rows of different sizes.
     """
 
     loss_sum: Tensor | None = None
     weight: float | Tensor = 0.0
     predictions: Any = None
     labels: Any = None
+    padding: int = IGNORE_INDEX
 
 
 class Metric(ABC):
@@ -41,6 +45,9 @@ class Metric(ABC):
     # Whether only the main process updates such a metric, and sends the result to the other ranks.
     main_process_only: bool = False
 
+    # The samples in the order in which they are read; None: in the order of the data.
+    order: Positions | None = None
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -54,7 +61,7 @@ class Metric(ABC):
 
     def select(self, output: EvaluationOutput) -> EvaluationOutput:
         """Return the parts of an output that are gathered."""
-        return EvaluationOutput(predictions=output.predictions, labels=output.labels)
+        return EvaluationOutput(predictions=output.predictions, labels=output.labels, padding=output.padding)
 
     def state(self) -> Any:
         """Return this rank's state, which the other ranks need for the result."""

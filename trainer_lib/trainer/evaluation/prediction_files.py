@@ -5,6 +5,7 @@ A folder holds `predictions.json`, which maps the files to the structure of the 
 
 import json
 import shutil
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,10 +13,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trainer_lib.collectives.ragged_gather import holds_rows
+from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.filesystem.atomic_files import path_inside, sync
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
-from trainer_lib.trainer.evaluation.row_buffers import PADDING, Structure, common_shape, fill, padded_type
+from trainer_lib.trainer.evaluation.row_buffers import Structure, common_shape, fill, padded_type, places_of
 
 MANIFEST = "predictions.json"
 _VERSION = 1
@@ -41,18 +44,30 @@ class PredictionFiles:
         self._partial = folder.with_name(f".{folder.name}.partial")
         self._parts: dict[str, _Part] = {}
 
-    def add(self, predictions: Any, labels: Any) -> None:
-        """Write a batch."""
+    def add(self, predictions: Any, labels: Any, padding: int) -> None:
+        """Write a batch.
+
+        Args:
+            predictions: Its predictions.
+            labels: Its labels.
+            padding: What predictions of different sizes are padded with.
+        """
         if not self._parts:
             shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
             self._partial.mkdir(parents=True)
             self._parts = {name: _Part(self._partial, name) for name in ("predictions", "labels")}
+        self._parts["predictions"].padding = padding
         self._parts["predictions"].add(predictions)
         self._parts["labels"].add(labels)
 
-    def commit(self, metrics: Mapping[str, float]) -> None:
-        """Write the manifest, and rename the partial folder to the final one."""
-        parts = {name: part.close() for name, part in self._parts.items()}
+    def commit(self, metrics: Mapping[str, float], order: Positions | None = None) -> None:
+        """Write the manifest, and rename the partial folder to the final one.
+
+        Args:
+            metrics: The metrics of the predictions.
+            order: The samples in the order in which they were read; `None`: in the order of the data.
+        """
+        parts = {name: part.close(order) for name, part in self._parts.items()}
         manifest = {"version": _VERSION, **parts, "metrics": dict(metrics)}
         (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in self._partial.iterdir():
@@ -92,7 +107,7 @@ class _Part:
     """The files of predictions, or of labels."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder, self._name, self.padding = folder, name, IGNORE_INDEX
         self._structure = Structure(name)
         self._shape: Any = None
         self._files: list[_ArrayFile | _TextFile | None] = []
@@ -107,9 +122,9 @@ class _Part:
             if file is not None:
                 file.append(leaf_rows)
 
-    def close(self) -> Any:
-        """Finish the files, and return the structure with their names."""
-        names = [None if file is None else file.close() for file in self._files]
+    def close(self, order: Positions | None) -> Any:
+        """Finish the files, with the rows in the order of the data, and return the structure with their names."""
+        names = [None if file is None else file.close(self.padding, order) for file in self._files]
         return _named(self._shape, names)
 
     def abandon(self) -> None:
@@ -122,35 +137,49 @@ class _Part:
         if rows is None:
             return None
         path = self._folder / f"{self._name}-{index}"
-        return _TextFile(path) if isinstance(rows, list) else _ArrayFile(path, self._name)
+        return _TextFile(path, self._name) if isinstance(rows, list) else _ArrayFile(path, self._name)
 
 
 class _TextFile:
     """Rows as lines of JSON."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path.with_suffix(".jsonl")
-        self._file = self._path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what = path.with_suffix(".jsonl"), what
+        self._file = self._path.open("wb")
+        self._starts = array("q")  # of the lines
 
     def append(self, rows: list[Any]) -> None:
         """Write rows."""
         for row in rows:
             try:
-                self._file.write(json.dumps(row) + "\n")
+                self._starts.append(self._file.tell())
+                self._file.write(json.dumps(row).encode() + b"\n")
             except (TypeError, ValueError) as error:
                 raise ConfigurationError(
                     f"A row of type {type(row).__name__} cannot be written to disk: {error}. Return tensors, strings "
                     "and numbers, or predict without to=."
                 ) from error
 
-    def close(self) -> str:
+    def close(self, padding: int, order: Positions | None) -> str:
         """Finish the file and return its name."""
+        del padding
         self._file.close()
+        if order is not None:
+            self._restore(places_of(order, len(self._starts), self._what))
         return self._path.name
 
     def abandon(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _restore(self, places: Positions) -> None:
+        unordered = self._path.with_suffix(".unordered")
+        self._path.rename(unordered)
+        with unordered.open("rb") as lines, self._path.open("wb") as ordered:
+            for row in np.argsort(places):
+                lines.seek(self._starts[row])
+                ordered.write(lines.readline())
+        unordered.unlink()
 
 
 class _ArrayFile:
@@ -168,14 +197,14 @@ class _ArrayFile:
             self._pieces.append(_Piece(self._path.with_suffix(f".{len(self._pieces)}.npy"), rows))
         self._pieces[-1].append(rows)
 
-    def close(self) -> str:
+    def close(self, padding: int, order: Positions | None) -> str:
         """Finish the file and return its name."""
         whole = self._path.with_suffix(".npy")
         self._pieces[-1].close()
-        if len(self._pieces) == 1:
+        if len(self._pieces) == 1 and order is None:
             self._pieces[0].path.rename(whole)
         else:
-            self._join(whole)
+            self._join(whole, padding, order)
         return whole.name
 
     def abandon(self) -> None:
@@ -183,9 +212,11 @@ class _ArrayFile:
         if self._pieces:
             self._pieces[-1].file.close()
 
-    def _join(self, path: Path) -> None:
+    def _join(self, path: Path, padding: int, order: Positions | None) -> None:
         shape = common_shape([piece.shape for piece in self._pieces], self._what)
-        dtype = padded_type(np.result_type(*{piece.dtype for piece in self._pieces}))
+        dtype = np.result_type(*{piece.dtype for piece in self._pieces})
+        dtype = padded_type(dtype) if any(piece.shape[1:] != shape[1:] for piece in self._pieces) else dtype
+        places = None if order is None else places_of(order, shape[0], self._what)
         whole = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         row = 0
         for piece in self._pieces:
@@ -193,8 +224,8 @@ class _ArrayFile:
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 some = rows[start : start + _ROWS_AT_ONCE]
                 if some.shape[1:] != shape[1:]:
-                    whole[row : row + len(some)] = PADDING
-                fill(whole, row, some)
+                    whole[slice(row, row + len(some)) if places is None else places[row : row + len(some)]] = padding
+                fill(whole, row, some, places)
                 row += len(some)
             piece.path.unlink()
         whole.flush()

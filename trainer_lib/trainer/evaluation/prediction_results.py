@@ -12,7 +12,7 @@ from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
-from trainer_lib.trainer.evaluation.row_buffers import RowBuffers
+from trainer_lib.trainer.evaluation.row_buffers import PADDING, RowBuffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,15 +91,17 @@ class Collector(Metric):
     def begin(self, device: torch.device) -> None:
         """Reset the collector."""
         self._predictions, self._labels = RowBuffers("predictions"), RowBuffers("labels")
+        self._padding = PADDING
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
+        self._padding = output.padding
         self._predictions.add(output.predictions)
         self._labels.add(output.labels)
 
     def result(self, states: Sequence[Any]) -> tuple[Any, Any]:
         """Return predictions and labels."""
-        return self._predictions.joined(), self._labels.joined()
+        return self._predictions.joined(self._padding, self.order), self._labels.joined(order=self.order)
 
 
 class ComputedMetrics(Collector):
@@ -144,7 +146,7 @@ class ComputedMetrics(Collector):
         return self._error.unpack(states[0])
 
     def _computed(self) -> dict[str, float]:
-        return computed(self._function, self._predictions.joined(), self._labels.joined())
+        return computed(self._function, *Collector.result(self, ()))
 
 
 def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dict[str, float]:
@@ -184,7 +186,7 @@ class Writer(Metric):
     def update(self, output: EvaluationOutput) -> None:
         """Write a batch."""
         with self._error.held():
-            self._files.add(output.predictions, output.labels)
+            self._files.add(output.predictions, output.labels, output.padding)
 
     def state(self) -> Any:
         """Return whether it worked so far."""
@@ -196,7 +198,7 @@ class Writer(Metric):
 
     def commit(self, metrics: dict[str, float]) -> None:
         """Commit the folder, on the main process."""
-        self._files.commit(metrics)
+        self._files.commit(metrics, self.order)
 
     def abandon(self) -> None:
         """Remove what was written."""

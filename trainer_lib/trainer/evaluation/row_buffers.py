@@ -7,11 +7,13 @@ import numpy as np
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
+from trainer_lib.data_loader.order.permutation import Positions
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves, named_leaves
 from trainer_lib.trainer.metrics.metric_adapters import as_array
 
-PADDING = -100  # as Hugging Face pads predictions and labels
+PADDING = IGNORE_INDEX  # as Hugging Face pads predictions and labels
 Rows = np.ndarray[Any, Any] | list[Any] | None
 
 
@@ -71,33 +73,60 @@ class RowBuffers:
         """Add a batch."""
         self._batches.append(self._structure.rows_of(batch))
 
-    def joined(self) -> Any:
-        """Return all rows and empty the buffers; arrays of different sizes are padded with -100."""
+    def joined(self, padding: int = PADDING, order: Positions | None = None) -> Any:
+        """Return all rows and empty the buffers.
+
+        Args:
+            padding: What arrays of different sizes are padded with.
+            order: The samples in the order in which they were read; `None`: in the order of the data.
+        """
         parts, self._batches = [list(column) for column in zip(*self._batches, strict=True)], []
-        return self._structure.filled([joined(column, self._what) for column in parts])
+        return self._structure.filled([joined(column, self._what, padding, order) for column in parts])
 
 
-def joined(parts: list[Any], what: str) -> Rows:
-    """Return the rows of all parts, and empty the list of parts.
+def joined(parts: list[Any], what: str, padding: int = PADDING, order: Positions | None = None) -> Rows:
+    """Return the rows of all parts in the order of the data, and empty the list of parts.
 
     Raises:
-        ConfigurationError: If they have different numbers of dimensions.
+        ConfigurationError: If they have different numbers of dimensions, or not as many rows as samples were read.
     """
     if parts[0] is None:
         return None
     if isinstance(parts[0], list):
-        return [row for part in parts for row in part]
+        return _texts([row for part in parts for row in part], what, order)
     shape = common_shape([part.shape for part in parts], what)
-    if all(part.shape[1:] == shape[1:] for part in parts):
+    is_ragged = any(part.shape[1:] != shape[1:] for part in parts)
+    if order is None and not is_ragged:
         return np.concatenate(parts)
-    dtype = padded_type(np.result_type(*{part.dtype for part in parts}))
-    whole = np.full(shape, PADDING, dtype)
+    dtype = np.result_type(*{part.dtype for part in parts})
+    whole = np.full(shape, padding, padded_type(dtype)) if is_ragged else np.empty(shape, dtype)
+    places = None if order is None else places_of(order, len(whole), what)
     row = 0
     for index, part in enumerate(parts):
-        fill(whole, row, part)
+        fill(whole, row, part, places)
         row += len(part)
         parts[index] = None  # so that its memory is free
     return whole
+
+
+def places_of(order: Positions, rows: int, what: str) -> Positions:
+    """Return where rows that were read in an order belong; there may be several rows a sample.
+
+    Raises:
+        ConfigurationError: If there are not as many rows for each sample.
+
+    Example:
+        >>> places_of(np.array([1, 0]), 4, "predictions").tolist()
+        [2, 3, 0, 1]
+    """
+    if rows % len(order):
+        raise ConfigurationError(
+            f"evaluation_step returned {rows} rows of {what} for {len(order)} samples that were read in the order of "
+            "their lengths, so they cannot be put back into the order of the data. Return as many rows for each "
+            "sample, or give a DataLoader, which keeps its order."
+        )
+    per_sample = rows // len(order)
+    return (order[:, None] * per_sample + np.arange(per_sample)).reshape(-1)
 
 
 def common_shape(shapes: Sequence[tuple[int, ...]], what: str) -> tuple[int, ...]:
@@ -115,9 +144,16 @@ def padded_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.int64) if dtype.kind in "bu" else dtype
 
 
-def fill(whole: np.ndarray[Any, Any], row: int, part: np.ndarray[Any, Any]) -> None:
-    """Write rows into an array with room for more, from `row` on."""
-    whole[(slice(row, row + len(part)), *(slice(size) for size in part.shape[1:]))] = part
+def fill(whole: np.ndarray[Any, Any], row: int, part: np.ndarray[Any, Any], places: Positions | None = None) -> None:
+    """Write rows into an array with room for more, from `row` on, or where `places` has these rows."""
+    rows = slice(row, row + len(part))
+    whole[(rows if places is None else places[rows], *(slice(size) for size in part.shape[1:]))] = part
+
+
+def _texts(rows: list[Any], what: str, order: Positions | None) -> list[Any]:
+    if order is None:
+        return rows
+    return [rows[index] for index in np.argsort(places_of(order, len(rows), what))]
 
 
 def _rows(leaf: Any) -> Rows:

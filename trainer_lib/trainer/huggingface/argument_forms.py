@@ -331,9 +331,11 @@ def _sharding(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 
 @_form("generation_max_length", "generation_num_beams", "generation_config")
 def _generation(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-    if arguments.get("generation_config") is not None:
-        return "give its values by name, generation_kwargs={…}"
-    names = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
+    names = {
+        "generation_max_length": "max_length",
+        "generation_num_beams": "num_beams",
+        "generation_config": "generation_config",
+    }
     return {
         "generation_kwargs": {ours: arguments[name] for name, ours in names.items() if arguments.get(name) is not None},
         "predict_with_generate": True,
