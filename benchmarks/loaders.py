@@ -8,10 +8,12 @@ batch after it, in a computed order.
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks import machine, report
@@ -29,13 +31,35 @@ MANY = 10**9
 TARGET = "time ≤ 1.03"
 
 
+class Samples(Dataset[Any]):
+    """Samples that a class of the user reads one by one."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+Make = Callable[[Tensor, Tensor], Dataset[Any]]
+KINDS: list[tuple[str, Make, int, int]] = [
+    ("Samples of a class", Samples, NARROW, 400),
+    ("Samples of a class", Samples, WIDE, 40),
+    ("A TensorDataset", TensorDataset, NARROW, 400),
+    ("A TensorDataset", TensorDataset, WIDE, 40),
+]
+
+
 class Plain(Contestant):
     """A DataLoader of torch."""
 
     name = "plain"
 
-    def __init__(self, features: int, shuffle: bool, workers: int) -> None:
-        self.features, self.shuffle, self.workers = features, shuffle, workers
+    def __init__(self, make: Make, features: int, shuffle: bool, workers: int) -> None:
+        self.make, self.features, self.shuffle, self.workers = make, features, shuffle, workers
 
     def read(self, task: Task, meter: Meter) -> float:
         """Go through the data."""
@@ -49,9 +73,8 @@ class Plain(Contestant):
     def loader(self, task: Task) -> Any:
         """Return the loader."""
         rows = task.steps * BATCH_SIZE
-        inputs = torch.zeros(rows, self.features)
         return DataLoader(
-            TensorDataset(inputs, torch.arange(rows)),
+            self.make(torch.zeros(rows, self.features), torch.arange(rows)),
             batch_size=BATCH_SIZE,
             shuffle=self.shuffle,
             num_workers=self.workers,
@@ -91,8 +114,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21, help="how often each loader is read (default: 21)")
     arguments = parser.parse_args()
     comparisons = [
-        compare_loaders(features, steps, shuffle, workers, arguments.rounds)
-        for features, steps in ((NARROW, 400), (WIDE, 40))
+        compare_loaders(kind, shuffle, workers, arguments.rounds)
+        for kind in KINDS
         for shuffle in (False, True)
         for workers in (0, 2)
     ]
@@ -103,24 +126,30 @@ def main() -> None:
     print(f"to the middle of {MANY:,} samples in a computed order: {milliseconds:.2f} ms (target: 10 ms)")
 
 
-def compare_loaders(features: int, steps: int, shuffle: bool, workers: int, rounds: int) -> Comparison:
+def compare_loaders(kind: tuple[str, Make, int, int], shuffle: bool, workers: int, rounds: int) -> Comparison:
     """Read a plain loader and a prepared one in turn."""
+    name, make, features, steps = kind
     order, readers = "shuffled" if shuffle else "in order", f"{workers} workers" if workers else "no workers"
-    title = f"Samples of {features:,} numbers, {order}, {readers}, for each batch of {BATCH_SIZE}"
-    scenario = Scenario(name=f"{features}-{shuffle}-{workers}", title=title, loop="read", target=TARGET, steps=steps)
+    title = f"{name}, {features:,} numbers each, {order}, {readers}, for each batch of {BATCH_SIZE}"
+    scenario = Scenario(name=title, title=title, loop="read", target=TARGET, steps=steps)
     samples: dict[type[Plain], list[Sample]] = {Plain: [], Prepared: []}
     for index in range(rounds + 1):
         turns = [Plain, Prepared] if index % 2 else [Prepared, Plain]
         sums: set[float] = set()
-        for kind in turns:
+        for contestant in turns:
             watch = Stopwatch()
-            sums.add(run(kind(features, shuffle, workers), scenario, steps, watch))
+            sums.add(run(contestant(make, features, shuffle, workers), scenario, steps, watch))
             if index:  # the first round warms up
-                samples[kind].append(Sample(watch.cpu / steps, watch.wall / steps))
+                samples[contestant].append(Sample(watch.cpu / steps, watch.wall / steps))
         assert len(sums) == 1, f"The loaders gave different samples: {sums}"
     rows = [
-        Row(contestant=kind.name, samples=taken, baseline=samples[Plain], target=TARGET if kind is Prepared else "")
-        for kind, taken in samples.items()
+        Row(
+            contestant=contestant.name,
+            samples=taken,
+            baseline=samples[Plain],
+            target=TARGET if contestant is Prepared else "",
+        )
+        for contestant, taken in samples.items()
     ]
     return Comparison(name=scenario.name, title=title, rows=rows)
 

@@ -96,7 +96,8 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = never, name: str = 
         >>> list(named_leaves({"scores": (1, 2), "loss": 3}))
         [("['scores'][0]", 1), ("['scores'][1]", 2), ("['loss']", 3)]
     """
-    if is_leaf(tree):
+    kind = type(tree)
+    if kind is Tensor or kind in _PLAIN or is_leaf(tree):
         yield name, tree
     elif isinstance(tree, (tuple, list)):
         for index, value in enumerate(tree):

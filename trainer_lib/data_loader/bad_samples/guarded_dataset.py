@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 
 from trainer_lib.data_loader.order.data_rng import RandomStream
+from trainer_lib.data_loader.readers.row_batches import ReadBatch, read_batch
 from trainer_lib.foundation.errors import BadSampleError
 
 _TRIES = 64  # samples to try as a stand-in for a batch that has lost all its samples
@@ -64,11 +65,13 @@ class GuardedSamples:
     dataset: Any
     is_keyed: bool
     skips: bool
+    reads_columns: bool
     current_keys: Any
 
     def __init__(self, dataset: Any, is_keyed: bool) -> None:
         self.dataset, self.is_keyed = dataset, is_keyed
         self.skips = False
+        self.reads_columns = False  # whether a batch may be read column by column, as nothing but torch collates it
         self.current_keys = ()
 
     def __len__(self) -> int:
@@ -93,6 +96,8 @@ class GuardedSamples:
         if type(keys) is MarkedBatch:
             return self._filtered(keys)
         dataset = self.dataset
+        if self.reads_columns and (batch := read_batch(dataset, keys)) is not None:
+            return batch
         fetch = getattr(dataset, "__getitems__", None)
         if fetch is None:
             return self._one_by_one(keys)
@@ -220,6 +225,8 @@ class GuardedCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch."""
+        if type(samples) is ReadBatch:
+            return [*samples]
         if type(samples) is ReadableSamples:
             return self._collated(samples)
         try:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, GuardedSamples
 from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, with_row_counts
@@ -273,4 +273,6 @@ class MapReader(Reader):
         self.swap(self._name, source)
 
     def _guard_collate(self, collate: Any) -> None:
-        self.swap("collate_fn", GuardedCollate(collate, self._samples, is_batched=self._name == "batch_sampler"))
+        is_batched = self._name == "batch_sampler"
+        self._samples.reads_columns = is_batched and collate is default_collate and not self.iterates_itself
+        self.swap("collate_fn", GuardedCollate(collate, self._samples, is_batched=is_batched))

@@ -33,7 +33,7 @@ class EvalBatches:
     def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool, compiled: CompiledBatches) -> None:
         self._dispatcher, self._step, self._in_lockstep, self._compiled = dispatcher, step, in_lockstep, compiled
         self.is_interrupted = False  # whether the last set was left before its end
-        self._current: tuple[Any, int | None] = None, None  # the current batch, and its number of samples
+        self._current: tuple[Any, PreparedLoader | None] = None, None  # the current batch, and what reads it
         self._fits: int | None = None  # the rows that fit into memory at once; None: all batches fit so far
 
     def outputs(
@@ -75,10 +75,10 @@ class EvalBatches:
                     break
                 rows = loader.rows
                 if rows is None or rows.real == rows.total:
-                    self._current = batch, loader.samples_in_batch
+                    self._current = batch, loader
                     yield batch
                 elif rows.real:
-                    self._current = real_rows(batch, rows), rows.real
+                    self._current = real_rows(batch, rows), loader
                     yield self._current[0]
                 elif self._in_lockstep:
                     # The other ranks need this one for their forward. Its own output is dropped.
@@ -100,7 +100,7 @@ class EvalBatches:
         return self._split(run, model, batch)
 
     def _split(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
-        check_splits(*self._current)
+        self._check_splits()
         rows, at_once = count_rows(batch) or 1, self._fits or 1
         cuts = range(0, rows, at_once)
         return [p for cut in cuts for p in self._parts(run, model, take_rows(batch, cut, min(cut + at_once, rows)))]
@@ -115,8 +115,12 @@ class EvalBatches:
             ) from error
         if rows is None or rows < 2:
             raise error
-        check_splits(*self._current)
+        self._check_splits()
         return -(-rows // 2)
+
+    def _check_splits(self) -> None:
+        batch, loader = self._current
+        check_splits(batch, None if loader is None else loader.samples_in_batch)
 
 
 @contextmanager

@@ -40,7 +40,11 @@ class BatchGatherer:
         """Add the outputs of this rank's next batch, several if the batch was split."""
         if not self._metrics:
             return
-        self._waiting.append([[_compact(metric.select(part)) for metric in self._metrics] for part in parts])
+        batch = [[_compact(metric.select(part)) for metric in self._metrics] for part in parts]
+        if self._group.size == 1:  # nothing to exchange
+            self._update_metrics(batch)
+            return
+        self._waiting.append(batch)
         if len(self._waiting) == self._at_once:
             self._exchange(is_done=False)
 
@@ -129,5 +133,10 @@ def _is_texts(tree: Any) -> bool:
 
 
 def _compact(output: EvaluationOutput) -> EvaluationOutput:
-    # A view would be pickled with the whole storage below it.
-    return map_tensors(lambda t: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t.detach(), output)
+    predictions, labels = map_tensors(_owned, output.predictions), map_tensors(_owned, output.labels)
+    return EvaluationOutput(predictions=predictions, labels=labels, padding=output.padding)
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    # A view would be pickled with the whole storage below it, and keep it in memory.
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach()
