@@ -1,6 +1,6 @@
 """Gathering batches of all ranks in the order of the dataset, a few at a time, for metrics that need all rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,27 +62,19 @@ class BatchGatherer:
 
     def _exchange(self, is_done: bool, is_interrupted: bool = False) -> bool:
         """Exchange the waiting batches; return whether all ranks are done."""
-        parcels = self._gathered(_Parcel(self._waiting, is_done, _largest(self._waiting), is_interrupted))
+        parcels: list[_Parcel] = self._group.all_gather_objects(_Parcel(_pack(self._waiting), is_done, is_interrupted))
         self._waiting = []
         if any(parcel.is_interrupted for parcel in parcels):
             raise EvaluationInterrupted
-        for index in range(max(len(parcel.batches) for parcel in parcels)):
-            for parcel in parcels:
-                if index < len(parcel.batches):
-                    self._update_metrics(parcel.batches[index])
-        largest = max(parcel.largest for parcel in parcels)
+        device = PartialState().device
+        by_rank = [_unpack(parcel.packed, device) for parcel in parcels]
+        for index in range(max(map(len, by_rank))):
+            for batches in by_rank:
+                if index < len(batches):
+                    self._update_metrics(batches[index])
+        largest = max(parcel.packed.largest for parcel in parcels)
         self._at_once = min(max(_BYTES // max(largest, 1), 1), _BATCHES)
         return all(parcel.is_done for parcel in parcels)
-
-    def _gathered(self, local: "_Parcel") -> list["_Parcel"]:
-        if self._group.size == 1:  # nothing has to leave the device
-            return [local]
-        packed = local._replace(batches=map_tensors(_Packed, local.batches))
-        device = PartialState().device
-        return [
-            parcel._replace(batches=map_leaves(lambda leaf: _unpacked(leaf, device), parcel.batches))
-            for parcel in self._group.all_gather_objects(packed)
-        ]
 
     def _update_metrics(self, batch: "_Batch") -> None:
         for part in batch:
@@ -95,35 +87,119 @@ class BatchGatherer:
 _Batch = list[list[EvaluationOutput]]
 
 
+class _Place:
+    """Where a tensor was: the next rows of one of the joined tensors."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Joined(NamedTuple):
+    """Tensors of the same type and row size, joined, as bytes: pickling each takes a hundred times as long."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: list[int]  # of each tensor
+    is_scalar: bool  # whether they have no dimension for rows
+    bytes: np.ndarray[Any, Any]
+
+
+class _Packed(NamedTuple):
+    """Batches with places instead of tensors, and the tensors."""
+
+    batches: list[list[list[tuple[Any, Any, int]]]]  # predictions, labels and padding of each output
+    joined: list[_Joined]
+    largest: int  # the size of the largest batch, in bytes
+
+
 class _Parcel(NamedTuple):
     """What a rank sends in one exchange."""
 
-    batches: list[_Batch]
+    packed: _Packed
     is_done: bool  # whether this rank has no more batches
-    largest: int  # the size of its largest batch, in bytes
     is_interrupted: bool  # whether this rank leaves the evaluation
 
 
-class _Packed:
-    """A tensor as its bytes: pickling a small tensor itself takes a hundred times as long."""
+class _Packing:
+    """Replaces tensors by places, and joins them."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    def __init__(self) -> None:
+        self._groups: dict[Any, tuple[_Place, list[Tensor]]] = {}
+        self.bytes = 0
+
+    def place(self, tensor: Tensor) -> _Place:
+        """Return the place of a tensor."""
+        self.bytes += tensor.nbytes
+        key = tensor.device, tensor.dtype, tensor.shape[1:], tensor.ndim == 0
+        if key not in self._groups:
+            self._groups[key] = _Place(len(self._groups)), []
+        place, tensors = self._groups[key]
+        tensors.append(tensor)
+        return place
+
+    def joined(self) -> list[_Joined]:
+        """Return the tensors."""
+        return [_joined(tensors) for _, tensors in self._groups.values()]
 
 
-def _unpacked(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, _Packed):
-        return leaf
-    return torch.from_numpy(leaf.bytes).view(leaf.dtype).reshape(leaf.shape).to(device)
+def _pack(batches: Sequence[_Batch]) -> _Packed:
+    packing, largest, skeletons = _Packing(), 0, list[list[list[tuple[Any, Any, int]]]]()
+    for batch in batches:
+        before = packing.bytes
+        skeletons.append([[_placed(output, packing) for output in part] for part in batch])
+        texts = sum(_bytes_of_texts(tree) for part in batch for output in part for tree in _trees(output))
+        largest = max(largest, packing.bytes - before + texts)
+    return _Packed(skeletons, packing.joined(), largest)
 
 
-def _largest(batches: Sequence[_Batch]) -> int:
-    return max((sum(_bytes(leaf) for leaf in leaves(batch, is_leaf=_is_texts)) for batch in batches), default=0)
+def _placed(output: EvaluationOutput, packing: _Packing) -> tuple[Any, Any, int]:
+    predictions, labels = (map_tensors(packing.place, tree) for tree in _trees(output))
+    return predictions, labels, output.padding
+
+
+def _joined(tensors: list[Tensor]) -> _Joined:
+    is_scalar = tensors[0].ndim == 0
+    whole = (torch.stack(tensors) if is_scalar else torch.cat(tensors)).detach().cpu()
+    rows = [1 if is_scalar else len(tensor) for tensor in tensors]
+    return _Joined(whole.dtype, tuple(whole.shape), rows, is_scalar, whole.reshape(-1).view(torch.uint8).numpy())
+
+
+def _unpack(packed: _Packed, device: torch.device) -> list[_Batch]:
+    sources = [_separated(joined, device) for joined in packed.joined]
+
+    def filled(leaf: Any) -> Any:
+        return next(sources[leaf.number]) if type(leaf) is _Place else leaf
+
+    def output(predictions: Any, labels: Any, padding: int) -> EvaluationOutput:
+        predictions, labels = map_leaves(filled, predictions, _is_place), map_leaves(filled, labels, _is_place)
+        return EvaluationOutput(predictions=predictions, labels=labels, padding=padding)
+
+    return [[[output(*parts) for parts in part] for part in batch] for batch in packed.batches]
+
+
+def _separated(joined: _Joined, device: torch.device) -> Iterator[Tensor]:
+    whole = torch.from_numpy(joined.bytes).view(joined.dtype).reshape(joined.shape).to(device)
+    return iter(whole.unbind() if joined.is_scalar else whole.split(joined.rows))
+
+
+def _is_place(tree: Any) -> bool:
+    return type(tree) is _Place
+
+
+def _trees(output: EvaluationOutput) -> tuple[Any, Any]:
+    return output.predictions, output.labels
+
+
+def _bytes_of_texts(tree: Any) -> int:
+    if tree is None or type(tree) is Tensor:
+        return 0
+    return sum(_bytes(leaf) for leaf in leaves(tree, is_leaf=_is_texts))
 
 
 def _bytes(leaf: Any) -> int:
-    if isinstance(leaf, (Tensor, np.ndarray)):
+    if isinstance(leaf, np.ndarray):
         return leaf.nbytes
     return 64 * len(leaf) if isinstance(leaf, (list, tuple)) else 0
 
@@ -138,5 +214,5 @@ def _compact(output: EvaluationOutput) -> EvaluationOutput:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    # A view would be pickled with the whole storage below it, and keep it in memory.
+    # A view would keep the whole storage below it in memory.
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.detach()

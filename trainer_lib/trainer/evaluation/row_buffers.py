@@ -27,6 +27,7 @@ class Structure:
     def __init__(self, what: str) -> None:
         self._what = what
         self.names: list[str] | None = None
+        self._is_one_array = False
         self._first: Any = None
 
     def rows_of(self, batch: Any) -> list[Rows]:
@@ -35,6 +36,8 @@ class Structure:
         Raises:
             ConfigurationError: If its structure differs from the first batch's.
         """
+        if type(batch) is Tensor and self._is_one_array:  # the most frequent case
+            return [_rows(batch)]
         leaves = list(named_leaves(batch, is_leaf=holds_rows))
         names = [name for name, _ in leaves]
         rows = [_rows(leaf) for _, leaf in leaves]
@@ -42,6 +45,7 @@ class Structure:
             # Only types: the batch itself would keep its tensors in memory.
             self.names, self._first = names, map_leaves(type, batch, is_leaf=holds_rows)
             self._kinds = [type(leaf) for leaf in rows]
+            self._is_one_array = type(batch) is Tensor
         elif names != self.names or self._kinds != [type(leaf) for leaf in rows]:
             raise ConfigurationError(
                 f"The {self._what} of a batch are {_described(names, rows)}, and those of an earlier one were "
