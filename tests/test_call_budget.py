@@ -55,6 +55,9 @@ LIBRARY_CALLS = {
 }
 ACCUMULATION_MARGIN = 26  # for each batch, beyond the loop by hand, which does next to nothing where no batch updates
 
+# A batch of a TensorDataset is read column by column, through numpy; the loop by hand selects and stacks each sample.
+READING = Counter({"aten.detach.default": 2 * 16, "aten.lift_fresh.default": 2 * 16})
+
 # The steps of the shorter and the longer run: what a loop costs once, at its start and end, drops out.
 FEW = (16, 32)
 WITH_A_LOG = (40, 120)  # a Trainer logs after step 100
@@ -152,7 +155,7 @@ def test_a_step_stays_within_its_budget_of_calls(scenario: Scenario) -> None:
 def test_a_step_asks_torch_for_nothing_that_the_loop_by_hand_does_not(scenario: Scenario) -> None:
     by_hand, engine = (seen(Operations, contestant, scenario) for contestant in (Bare, TrainerLib))
     assert by_hand
-    assert engine - by_hand == Counter()
+    assert engine - by_hand - READING == Counter()
 
 
 @pytest.mark.parametrize("scenario", ENGINE_SCENARIOS)
@@ -208,4 +211,4 @@ def test_a_step_of_a_trainer_asks_torch_for_loss_and_norm_and_no_more(
 ) -> None:
     """On the host, where there is nothing to wait for: a loss before it is learned from and for the log."""
     by_hand, trainer = seen(Operations, Bare, same_by_hand), seen(Operations, Trainer, scenario)
-    assert trainer - by_hand == Counter({"aten._local_scalar_dense.default": 2 * 16 + updates})
+    assert trainer - by_hand - READING == Counter({"aten._local_scalar_dense.default": 2 * 16 + updates})

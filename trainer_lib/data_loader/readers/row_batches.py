@@ -20,6 +20,11 @@ class ReadBatch(list[Any]):
     """The columns of a batch that needs no collating."""
 
 
+def has_columns(dataset: Any) -> bool:
+    """Whether a dataset is a `TensorDataset`, or a part of one."""
+    return type(dataset.dataset if type(dataset) is Subset else dataset) is TensorDataset
+
+
 def read_batch(dataset: Any, keys: Sequence[Any]) -> ReadBatch | None:
     """Return what `default_collate` makes of samples of a `TensorDataset`, or of a part of one.
 
@@ -29,17 +34,26 @@ def read_batch(dataset: Any, keys: Sequence[Any]) -> ReadBatch | None:
         >>> read_batch(Subset(TensorDataset(torch.arange(4.0)), [3, 1, 0]), [0, 2])
         [tensor([3., 0.])]
     """
-    if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
-        return read_batch(dataset.dataset, [dataset.indices[key] for key in keys])
     if type(dataset) is not TensorDataset:
+        if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
+            return read_batch(dataset.dataset, [dataset.indices[key] for key in keys])
         return None
     rows = np.array(keys)
-    if rows.dtype.kind != "i" or not all(map(_is_plain, dataset.tensors)):
+    if rows.dtype.kind != "i":
         return None
+    is_worker, columns = get_worker_info() is not None, ReadBatch()
     try:
-        return ReadBatch(rows_of_tensor(tensor, rows) for tensor in dataset.tensors)
+        for tensor in dataset.tensors:
+            if type(tensor) is not Tensor or tensor.requires_grad or tensor.layout != torch.strided:
+                return None
+            # Here and not in a function: a call for each tensor of each batch is what a step would notice.
+            if not is_worker and tensor.is_cpu and tensor.dtype in _IN_NUMPY and tensor.is_contiguous():
+                columns.append(torch.from_numpy(tensor.numpy().take(rows, 0)))
+            else:
+                columns.append(rows_of_tensor(tensor, rows))
     except (IndexError, RuntimeError):  # reading one by one tells which sample it is
         return None
+    return columns
 
 
 def rows_of_tensor(column: Tensor, rows: Rows) -> Tensor:
