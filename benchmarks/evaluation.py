@@ -136,9 +136,8 @@ class GenerateOfTrainer(Trainer):
 
     def evaluate(self, task: Task, meter: Meter) -> float:
         """Generate."""
-        trainer = _trainer(
-            writer(), collate_fn=padded, predict_with_generate=True, generation_kwargs=options(), batch_size=PER_BATCH
-        )
+        arguments = {"predict_with_generate": True, "generation_kwargs": options(), "collate_fn": padded}
+        trainer = _trainer(writer(), PER_BATCH, None, **arguments)
         data = self.data(task)
         with meter:
             rows = trainer.predict(data).predictions
@@ -240,13 +239,14 @@ def accuracy(predictions: Any, labels: Any) -> dict[str, float]:
     return {"accuracy": float((predictions.argmax(1) == labels).mean())}
 
 
-def _trainer(model: nn.Module | None = None, batch_size: int = BATCH_SIZE, **options: Any) -> Any:
+def _trainer(
+    model: nn.Module | None = None, batch_size: int = BATCH_SIZE, loss_fn: Any = cross_entropy, **options: Any
+) -> Any:
     from trainer_lib import Trainer, TrainingArguments
 
     names = ("metrics", "compute_metrics", "collate_fn")
     objects = {name: options.pop(name) for name in names if name in options}
     arguments = TrainingArguments(per_device_eval_batch_size=batch_size, progress_bar=False, use_cpu=True, **options)
-    loss_fn = cross_entropy if model is None else None
     return Trainer(model or nn.Identity(), arguments, loss_fn=loss_fn, **objects)
 
 
@@ -345,14 +345,14 @@ def _write_files(rank: int, folder: Path, rows: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trainer = _trainer(nn.Linear(8, SCORES), batch_size=256)
-    inputs, labels = torch.randn(rows, 8), torch.arange(rows)
+    inputs, labels = torch.randn(rows, 8), torch.arange(rows) % SCORES
     trainer.predict(TensorDataset(inputs[:4096], labels[:4096]), to=folder / "first")  # what is loaded once
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = peak_memory()
     written = trainer.predict(TensorDataset(inputs, labels), to=folder / "all")
     (folder / f"rank-{rank}").write_text(str(peak_memory() - before))
     assert written.predictions.shape == (rows, SCORES)
-    np.testing.assert_array_equal(written.labels, np.arange(rows))
+    np.testing.assert_array_equal(written.labels, labels.numpy())
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.collectives.object_collectives import gather_per_rank
-from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import (
@@ -33,6 +32,7 @@ from trainer_lib.trainer.metrics.running_metrics import mean_loss
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
+    from trainer_lib.data_loader.order.permutation import Positions
 
 NOTHING_MEASURED = (
     "The evaluation measured nothing: its batches have no labels, so there is no loss, and no metric is given that "
@@ -59,7 +59,7 @@ class EvaluationSet:
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     compute_metrics: Callable[..., Any] | None = None
     limit: int | None = None
-    order: Positions | None = None
+    order: "Positions | None" = None
 
 
 class Evaluator:
@@ -135,7 +135,7 @@ class Evaluator:
         to: Path | None = None,
         has_labels: bool = True,
         limit: int | None = None,
-        order: Positions | None = None,
+        order: "Positions | None" = None,
         prefix: str = "predict",
         compute_metrics: Callable[..., Any] | None = None,
     ) -> Predictions:
@@ -187,7 +187,7 @@ class Evaluator:
         name: str,
         outputs: Iterator[list[EvaluationOutput]],
         metrics: Sequence[Metric],
-        order: Positions | None,
+        order: "Positions | None",
     ) -> list[Any]:
         """Return the values of the metrics, reduced across ranks."""
         accelerator = self._accelerator

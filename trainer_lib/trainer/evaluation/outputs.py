@@ -3,15 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer_lib.data_loader.order.permutation import Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class Metric(ABC):
     main_process_only: bool = False
 
     # The samples in the order in which they are read; None: in the order of the data.
-    order: Positions | None = None
+    order: "Positions | None" = None
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -8,17 +8,19 @@ import shutil
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.filesystem.atomic_files import path_inside, sync
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
 from trainer_lib.trainer.evaluation.row_buffers import Structure, common_shape, fill, padded_type, places_of
+
+if TYPE_CHECKING:
+    from trainer_lib.data_loader.order.permutation import Positions
 
 MANIFEST = "predictions.json"
 _VERSION = 1
@@ -60,7 +62,7 @@ class PredictionFiles:
         self._parts["predictions"].add(predictions)
         self._parts["labels"].add(labels)
 
-    def commit(self, metrics: Mapping[str, float], order: Positions | None = None) -> None:
+    def commit(self, metrics: Mapping[str, float], order: "Positions | None" = None) -> None:
         """Write the manifest, and rename the partial folder to the final one.
 
         Args:
@@ -122,7 +124,7 @@ class _Part:
             if file is not None:
                 file.append(leaf_rows)
 
-    def close(self, order: Positions | None) -> Any:
+    def close(self, order: "Positions | None") -> Any:
         """Finish the files, with the rows in the order of the data, and return the structure with their names."""
         names = [None if file is None else file.close(self.padding, order) for file in self._files]
         return _named(self._shape, names)
@@ -160,7 +162,7 @@ class _TextFile:
                     "and numbers, or predict without to=."
                 ) from error
 
-    def close(self, padding: int, order: Positions | None) -> str:
+    def close(self, padding: int, order: "Positions | None") -> str:
         """Finish the file and return its name."""
         del padding
         self._file.close()
@@ -172,7 +174,7 @@ class _TextFile:
         """Close the file."""
         self._file.close()
 
-    def _restore(self, places: Positions) -> None:
+    def _restore(self, places: "Positions") -> None:
         unordered = self._path.with_suffix(".unordered")
         self._path.rename(unordered)
         with unordered.open("rb") as lines, self._path.open("wb") as ordered:
@@ -197,7 +199,7 @@ class _ArrayFile:
             self._pieces.append(_Piece(self._path.with_suffix(f".{len(self._pieces)}.npy"), rows))
         self._pieces[-1].append(rows)
 
-    def close(self, padding: int, order: Positions | None) -> str:
+    def close(self, padding: int, order: "Positions | None") -> str:
         """Finish the file and return its name."""
         whole = self._path.with_suffix(".npy")
         self._pieces[-1].close()
@@ -212,7 +214,7 @@ class _ArrayFile:
         if self._pieces:
             self._pieces[-1].file.close()
 
-    def _join(self, path: Path, padding: int, order: Positions | None) -> None:
+    def _join(self, path: Path, padding: int, order: "Positions | None") -> None:
         shape = common_shape([piece.shape for piece in self._pieces], self._what)
         dtype = np.result_type(*{piece.dtype for piece in self._pieces})
         dtype = padded_type(dtype) if any(piece.shape[1:] != shape[1:] for piece in self._pieces) else dtype

@@ -1,17 +1,19 @@
 """Buffers that join the rows of many batches in memory."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves, named_leaves
 from trainer_lib.trainer.metrics.metric_adapters import as_array
+
+if TYPE_CHECKING:
+    from trainer_lib.data_loader.order.permutation import Positions
 
 PADDING = IGNORE_INDEX  # as Hugging Face pads predictions and labels
 Rows = np.ndarray[Any, Any] | list[Any] | None
@@ -77,7 +79,7 @@ class RowBuffers:
         """Add a batch."""
         self._batches.append(self._structure.rows_of(batch))
 
-    def joined(self, padding: int = PADDING, order: Positions | None = None) -> Any:
+    def joined(self, padding: int = PADDING, order: "Positions | None" = None) -> Any:
         """Return all rows and empty the buffers.
 
         Args:
@@ -88,7 +90,7 @@ class RowBuffers:
         return self._structure.filled([joined(column, self._what, padding, order) for column in parts])
 
 
-def joined(parts: list[Any], what: str, padding: int = PADDING, order: Positions | None = None) -> Rows:
+def joined(parts: list[Any], what: str, padding: int = PADDING, order: "Positions | None" = None) -> Rows:
     """Return the rows of all parts in the order of the data, and empty the list of parts.
 
     Raises:
@@ -113,7 +115,7 @@ def joined(parts: list[Any], what: str, padding: int = PADDING, order: Positions
     return whole
 
 
-def places_of(order: Positions, rows: int, what: str) -> Positions:
+def places_of(order: "Positions", rows: int, what: str) -> "Positions":
     """Return where rows that were read in an order belong; there may be several rows a sample.
 
     Raises:
@@ -148,13 +150,13 @@ def padded_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.int64) if dtype.kind in "bu" else dtype
 
 
-def fill(whole: np.ndarray[Any, Any], row: int, part: np.ndarray[Any, Any], places: Positions | None = None) -> None:
+def fill(whole: np.ndarray[Any, Any], row: int, part: np.ndarray[Any, Any], places: "Positions | None" = None) -> None:
     """Write rows into an array with room for more, from `row` on, or where `places` has these rows."""
     rows = slice(row, row + len(part))
     whole[(rows if places is None else places[rows], *(slice(size) for size in part.shape[1:]))] = part
 
 
-def _texts(rows: list[Any], what: str, order: Positions | None) -> list[Any]:
+def _texts(rows: list[Any], what: str, order: "Positions | None") -> list[Any]:
     if order is None:
         return rows
     return [rows[index] for index in np.argsort(places_of(order, len(rows), what))]
