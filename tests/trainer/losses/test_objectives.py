@@ -94,6 +94,15 @@ def test_a_model_that_divides_gets_the_number_of_valid_items() -> None:
     assert [num_items.requires_grad for num_items in model.given] == [True, False]  # asked once
 
 
+def test_hooks_on_outputs_run_in_the_backward_alone() -> None:
+    model, calls = Dividing(), list[float]()
+    model.register_forward_hook(lambda *values: values[-1]["loss"].register_hook(calls.append) and None)
+    loss = model_loss(model)(model, BATCH).loss
+    assert calls == []
+    loss.backward()
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("cls", [Dividing, Ignoring])
 def test_a_batch_without_valid_items_has_loss_zero(cls: type[Dividing]) -> None:
     model = cls()

@@ -1,6 +1,7 @@
 """The loss of a batch, from a loss function or from the model itself."""
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -184,9 +185,17 @@ class ModelLoss:
 
 
 def _depends(loss: Tensor, items: Tensor) -> bool:
-    if not loss.requires_grad:
-        return False
-    return torch.autograd.grad(loss, items, retain_graph=True, allow_unused=True)[0] is not None
+    # A search, not a backward: that would run hooks on the outputs, by which DeepSpeed knows that its own has begun.
+    nodes, seen = deque([loss.grad_fn]), set[Any]()
+    while nodes:
+        node = nodes.popleft()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is items:
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def _may_take_items(bare: nn.Module) -> bool:
