@@ -48,7 +48,7 @@ test-slow: .venv/with-test
 # Only these tests see DeepSpeed: Accelerate and others import it wherever they find it, which takes seconds each time.
 test-deepspeed: .venv/with-deepspeed-apart
 	PYTHONPATH=$(CURDIR)/$(DEEPSPEED) DS_BUILD_OPS=0 $(BIN)/python -m pytest -n auto --maxprocesses 3 --dist loadfile \
-		tests/strategies/test_deepspeed.py tests/trainer/fit/test_deepspeed_runs.py tests/commands/test_launch_deepspeed.py \
+		tests/strategies/test_deepspeed*.py tests/trainer/fit/test_deepspeed_runs.py tests/commands/test_launch_deepspeed.py \
 		tests/test_examples.py::test_stages_of_zero_print_the_same_losses
 
 # In one session, but for DeepSpeed's tests: what all tests import is imported once.

@@ -77,16 +77,16 @@ def test_tqdm_is_a_function_after_its_module_was_imported_too() -> None:
 
 
 def test_a_missing_class_can_be_imported_derived_from_and_compared() -> None:
-    from trainer_lib.utils.deepspeed import DeepSpeedEngineWrapper
+    from trainer_lib.utils.megatron_lm import MegatronLMOptimizerWrapper
 
-    class Mine(DeepSpeedEngineWrapper):  # as scripts do at import time
+    class Mine(MegatronLMOptimizerWrapper):  # as scripts do at import time
         pass
 
-    assert not isinstance(torch.optim.SGD([torch.zeros(1)]), (DeepSpeedEngineWrapper, Mine))
-    assert DeepSpeedEngineWrapper.__name__ == "DeepSpeedEngineWrapper"
-    assert "DeepSpeed" in (DeepSpeedEngineWrapper.__doc__ or "")
-    for kind in (DeepSpeedEngineWrapper, Mine):
-        with pytest.raises(UnsupportedError, match=r"DeepSpeedEngineWrapper needs DeepSpeed's engine as an object"):
+    assert not isinstance(torch.optim.SGD([torch.zeros(1)]), (MegatronLMOptimizerWrapper, Mine))
+    assert MegatronLMOptimizerWrapper.__name__ == "MegatronLMOptimizerWrapper"
+    assert "Megatron-LM" in (MegatronLMOptimizerWrapper.__doc__ or "")
+    for kind in (MegatronLMOptimizerWrapper, Mine):
+        with pytest.raises(UnsupportedError, match=r"MegatronLMOptimizerWrapper needs Megatron-LM's own code"):
             kind([torch.zeros(1)], lr=0.1)
 
 

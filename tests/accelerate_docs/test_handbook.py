@@ -31,7 +31,6 @@ from trainer_lib import (
     load_checkpoint_in_model,
     notebook_launcher,
     set_seed,
-    utils,
 )
 from trainer_lib.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from trainer_lib.logging import get_logger
@@ -326,7 +325,6 @@ def test_a_script_that_knows_deepspeed_takes_the_optimizer_of_torch() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: utils.DeepSpeedEngineWrapper(None), "DeepSpeedEngineWrapper needs DeepSpeed"),
         (lambda: megatron_lm.prepare_optimizer(None, None), "prepare_optimizer needs Megatron-LM"),
         (lambda: megatron_lm.MegatronLMOptimizerWrapper(None), "MegatronLMOptimizerWrapper needs Megatron-LM"),
     ],

@@ -59,10 +59,6 @@ def _description(feature: MissingFeature) -> str:
     return f"Not available: this version does not have {feature.name}. {feature.instead}"
 
 
-DEEPSPEED_ENGINE = MissingFeature(
-    "DeepSpeed's engine as an object",
-    "accelerator.backward, clip_grad_norm_ and the prepared optimizer do what its methods do.",
-)
 DEEPSPEED_SEQUENCES = MissingFeature(
     "DeepSpeed's loader of sequences",
     "Sequence parallelism runs without it: use maybe_context_parallel around forward and backward, or a Trainer.",

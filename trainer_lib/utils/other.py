@@ -7,7 +7,6 @@ from trainer_lib.foundation.byte_sizes import convert_bytes as convert_bytes
 from trainer_lib.foundation.compat import get_pretty_name as get_pretty_name
 from trainer_lib.foundation.compat import merge_dicts as merge_dicts
 from trainer_lib.foundation.compat import recursive_getattr as recursive_getattr
-from trainer_lib.foundation.missing_features import DEEPSPEED_ENGINE, missing_function
 from trainer_lib.modules.blocks import get_module_children_bottom_up as get_module_children_bottom_up
 from trainer_lib.modules.blocks import has_repeated_blocks as has_repeated_blocks
 from trainer_lib.modules.blocks import is_repeated_blocks as is_repeated_blocks
@@ -23,7 +22,5 @@ from trainer_lib.processes.ports import is_port_in_use as is_port_in_use
 from trainer_lib.state.partial_state import wait_for_everyone as wait_for_everyone
 from trainer_lib.tensor_files.tensor_storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 
-compile_regions_fsdp2 = compile_regions  # always in place, as FSDP2 needs it
+compile_regions_fsdp2 = compile_regions_deepspeed = compile_regions  # always in place, as both need it
 get_free_port = free_port
-
-compile_regions_deepspeed = missing_function("compile_regions_deepspeed", DEEPSPEED_ENGINE)
