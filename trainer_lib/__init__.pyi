@@ -65,8 +65,8 @@ from trainer_lib.trainer.optim.layerwise_lr import layerwise_learning_rates as l
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup as ParameterGroup
 from trainer_lib.trainer.result import FitResult as FitResult
 from trainer_lib.trainer.trainer import Trainer as Trainer
-from trainer_lib.utils.dataclasses import AORecipeKwargs as AORecipeKwargs
-from trainer_lib.utils.dataclasses import DeepSpeedPlugin as DeepSpeedPlugin
+from trainer_lib.options.fp8_options import AORecipeKwargs as AORecipeKwargs
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.utils.modeling import infer_auto_device_map as infer_auto_device_map
 
 __version__: str

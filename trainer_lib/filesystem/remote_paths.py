@@ -28,7 +28,7 @@ from trainer_lib.foundation.errors import (
 
 _Result = TypeVar("_Result")
 
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
+_URL = r"(?s)([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)"
 _LOCAL = ("file", "local")
 # Seconds between attempts. The file systems retry too, sooner and more often.
 PAUSES = (0.5, 2.0)
@@ -258,7 +258,7 @@ AnyPath = Path | RemotePath
 
 def is_url(location: object) -> bool:
     """Whether a location is a URL, other than one of a local file."""
-    match = _URL.match(location) if isinstance(location, str) else None
+    match = re.match(_URL, location) if isinstance(location, str) else None
     return isinstance(location, RemotePath) or (match is not None and match[1].lower() not in _LOCAL)
 
 
@@ -275,7 +275,7 @@ def path_at(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     """
     if isinstance(location, RemotePath):
         return location
-    match = _URL.fullmatch(os.fspath(location))
+    match = re.fullmatch(_URL, os.fspath(location))
     if match is None:
         _refuse_cut_url(Path(location))
         return Path(location).expanduser()

@@ -27,10 +27,10 @@ _SHORT = {"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "h
 # Commas separate thousands only: "1,5 epochs" means one and a half in many countries, and is refused.
 _NUMBER = r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"
 # "1M tokens" needs the space after the letter, because "10m" could mean minutes.
-_SPELLED = re.compile(rf"({_NUMBER})\s*(?:([kKMGBT])\s+)?([a-zA-Z]+)")
+_SPELLED = rf"({_NUMBER})\s*(?:([kKMGBT])\s+)?([a-zA-Z]+)"
 _THOUSANDS = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _WHOLE = ("steps", "samples", "tokens")
-_CLOCK = re.compile(r"(?:([0-9]+)[-:])?([0-9]{1,2}):([0-5][0-9]):([0-5][0-9])")
+_CLOCK = r"(?:([0-9]+)[-:])?([0-9]{1,2}):([0-5][0-9]):([0-5][0-9])"
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Every:
 
     @classmethod
     def _read(cls, text: str, field: str) -> "Every":
-        if clock := _CLOCK.fullmatch(text.strip()):
+        if clock := re.fullmatch(_CLOCK, text.strip()):
             days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
             total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
             return cls(_amount(total, "seconds", text, field), "seconds")
-        spelled = _SPELLED.fullmatch(text.strip())
+        spelled = re.fullmatch(_SPELLED, text.strip())
         if spelled is None:
             raise _not_a_duration(text, field)
         number, thousands, word = spelled.groups()

@@ -52,7 +52,7 @@ _SETTING_PREFIXES = (
     "MV2_", "NCCL_", "OMPI_", "OMP_", "PARALLELISM_CONFIG_", "PMI_", "PYTORCH_", "ROCR_", "SLURM_",
     "TOKENIZERS_", "TORCH", "TRAINER_LIB_", "TRANSFORMERS_", "XDG_", "ZE_",
 )  # fmt: skip
-_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE")
+_SECRET = r"TOKEN(?!IZER)|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE"
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -341,7 +341,9 @@ def variable(name: str) -> str | None:
 def settings_of_launchers() -> dict[str, str]:
     """Return the variables that launchers, schedulers and torch's libraries read, without what might be a secret."""
     names = [name for name in sorted(os.environ) if name in _WORLD_NAMES or name.startswith(_SETTING_PREFIXES)]
-    return {name: "(set, not shown)" if _SECRET.search(name) else _without_login(os.environ[name]) for name in names}
+    return {
+        name: "(set, not shown)" if re.search(_SECRET, name) else _without_login(os.environ[name]) for name in names
+    }
 
 
 def _without_login(value: str) -> str:

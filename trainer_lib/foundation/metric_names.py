@@ -22,7 +22,7 @@ _KNOWN = {
     **dict.fromkeys(_LESS_IS_BETTER.split(), False),
 }
 # Suffixes of a metric's name that do not change its direction: `f1_macro`, `recall@10`, `accuracy_top5`.
-_QUALIFIER = re.compile(r"macro|micro|weighted|samples|mean|avg|average|overall|score|at|top|top\d+|\d+")
+_QUALIFIER = r"macro|micro|weighted|samples|mean|avg|average|overall|score|at|top|top\d+|\d+"
 
 
 def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
@@ -53,7 +53,7 @@ def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
             known = _KNOWN.get(name, _KNOWN.get(name.rstrip("0123456789")))
             if known is not None:
                 return known
-        if not _QUALIFIER.fullmatch(words.pop()):
+        if not re.fullmatch(_QUALIFIER, words.pop()):
             break
     raise ConfigurationError(
         f"Whether higher is better cannot be inferred from the name of the metric {metric!r}. "

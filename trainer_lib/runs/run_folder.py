@@ -22,7 +22,7 @@ from trainer_lib.runs.run_file import facts_as_bytes
 
 _logger = get_logger(__name__)
 
-_NAME = re.compile(r"checkpoint-\d+(\.replaced)?")
+_NAME = r"checkpoint-\d+(\.replaced)?"
 RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
 IDENTITY_FILE = "run_identity.json"  # in a checkpoint
 
@@ -83,7 +83,7 @@ class RunFolder:
 
     def checkpoints(self) -> list[AnyPath]:
         """Return the checkpoints of this run, oldest first, without those of other runs in this folder."""
-        states = [path for path in storage_of(self.path / CHECKPOINTS).states() if _NAME.fullmatch(path.name)]
+        states = [path for path in storage_of(self.path / CHECKPOINTS).states() if re.fullmatch(_NAME, path.name)]
         names = {path.name.removesuffix(".replaced") for path in states}
         folders = [self.path / CHECKPOINTS / name for name in sorted(names, key=lambda name: (len(name), name))]
         present = [committed(folder) or folder for folder in folders]

@@ -26,9 +26,9 @@ _VOCABULARY = {
     "padding",
 }
 
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_USER_IN_ADDRESS = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s@]+@")
-_IN_QUERY = re.compile(r"(?P<name>[?&;](?P<key>[\w.-]+)=)[^&;\s#]+")
+_WORDS = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+"
+_USER_IN_ADDRESS = r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s@]+@"
+_IN_QUERY = r"(?P<name>[?&;](?P<key>[\w.-]+)=)[^&;\s#]+"
 
 
 def is_secret(name: str) -> bool:
@@ -38,7 +38,7 @@ def is_secret(name: str) -> bool:
         >>> is_secret("hub_token"), is_secret("wandb.apiKey"), is_secret("pad_token"), is_secret("max_tokens")
         (True, True, False, False)
     """
-    words = [word.lower() for word in _WORDS.findall(name.rpartition("/")[2])]
+    words = [word.lower() for word in re.findall(_WORDS, name.rpartition("/")[2])]
     for previous, word in zip(["", *words], words, strict=False):
         if word == "token" and (previous in _VOCABULARY or word != words[-1]):
             continue
@@ -94,5 +94,5 @@ def _name_of(option: str) -> str:
 def _in_text(text: str) -> str:
     if "://" not in text:
         return text
-    hidden = _USER_IN_ADDRESS.sub(rf"\g<scheme>{MASK}@", text)
-    return _IN_QUERY.sub(lambda match: match["name"] + MASK if is_secret(match["key"]) else match[0], hidden)
+    hidden = re.sub(_USER_IN_ADDRESS, rf"\g<scheme>{MASK}@", text)
+    return re.sub(_IN_QUERY, lambda match: match["name"] + MASK if is_secret(match["key"]) else match[0], hidden)

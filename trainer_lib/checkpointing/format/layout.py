@@ -20,9 +20,9 @@ CUSTOM_STATE_NAME = "custom_checkpoint"
 ENGINE_NAME = "engine"
 AUTOMATIC_FOLDER = "checkpoints"  # in a project's folder
 
-_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
-_NUMBERED = re.compile(r"checkpoint[-_]\d+(\.replaced)?")  # of a project, or of a run of a Trainer
-_OF_ACCELERATE = re.compile(
+_AUTOMATIC = r"checkpoint_(\d+)"
+_NUMBERED = r"checkpoint[-_]\d+(\.replaced)?"  # of a project, or of a run of a Trainer
+_OF_ACCELERATE = (
     r"(optimizer|scheduler|sampler|dl_state_dict|custom_checkpoint|random_states|model|pytorch_model|"
     r"pytorch_model_fsdp)(_\d+)?\.(bin|pkl|safetensors)|scaler\.pt|(pytorch_model_fsdp|optimizer)_\d+/.+"
 )
@@ -41,7 +41,7 @@ def automatic_name(number: int) -> str:
 
 def automatic_number(name: str) -> int | None:
     """Return the number in an automatic name, with or without `.replaced`; `None` for any other name."""
-    match = _AUTOMATIC.fullmatch(name.removesuffix(".replaced"))
+    match = re.fullmatch(_AUTOMATIC, name.removesuffix(".replaced"))
     return int(match[1]) if match else None
 
 
@@ -53,7 +53,7 @@ def is_debris(name: str) -> bool:
         (True, True, False)
     """
     stem, dot, ending = name.rpartition(".")
-    return dot + ending in _UNFINISHED and _NUMBERED.fullmatch(stem) is not None
+    return dot + ending in _UNFINISHED and re.fullmatch(_NUMBERED, stem) is not None
 
 
 def partial_beside(folder: Path) -> Path:
@@ -84,7 +84,7 @@ def is_of_accelerate(name: str) -> bool:
         >>> is_of_accelerate("optimizer_1.bin"), is_of_accelerate("vocab.txt")
         (True, False)
     """
-    return _OF_ACCELERATE.fullmatch(name) is not None
+    return re.fullmatch(_OF_ACCELERATE, name) is not None
 
 
 def has_accelerates_layout(folder: Path) -> bool:

@@ -7,8 +7,8 @@ from traceback import walk_tb
 from typing import Any
 
 _SHOWN = 32
-_FROM_WORKER = re.compile(r"in DataLoader worker process (\d+)\.")
-_NOTE = re.compile(r"^In (?:sample |one of the samples |the batch of samples ).*$", re.MULTILINE)
+_FROM_WORKER = r"in DataLoader worker process (\d+)\."
+_NOTE = r"(?m)^In (?:sample |one of the samples |the batch of samples ).*$"
 
 SamplesAhead = Callable[[int], list[Any] | None]
 
@@ -23,11 +23,11 @@ def add_notes(error: Exception, samples_ahead: SamplesAhead, iterator: Any, wait
         waiting: How many batches the workers have delivered that were not handed out yet, once there were any.
     """
     notes = getattr(error, "__notes__", [])
-    if any(_NOTE.match(note) for note in notes):
+    if any(re.match(_NOTE, note) for note in notes):
         return
-    from_worker = _FROM_WORKER.search(str(error))
+    from_worker = re.search(_FROM_WORKER, str(error))
     # The error of a worker arrives as a text that ends with the notes added there.
-    new_notes = _NOTE.findall(str(error)) if from_worker else []
+    new_notes = re.findall(_NOTE, str(error)) if from_worker else []
     before = min(waiting, max(getattr(iterator, "_rcvd_idx", 1) - 1, 0))  # the failed batch has arrived too
     if not new_notes and (samples := samples_ahead(1 + before)) is not None:
         worker = f", read by worker {from_worker[1]}" if from_worker else ""

@@ -15,7 +15,7 @@ from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.patterns import no_match
 
 # Class names of norms in torch and in models: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
-_NORM_NAMES = re.compile(r"(layer|rms|batch|group|instance)_?norm|norm$", re.IGNORECASE)
+_NORM_NAMES = r"(?i)(layer|rms|batch|group|instance)_?norm|norm$"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _parameters(model: nn.Module) -> list[_Parameter]:
     in_norms: set[nn.Parameter] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         direct = list(module.named_parameters(path, recurse=False, remove_duplicate=False))
-        in_norms.update(value for _, value in direct if _NORM_NAMES.search(type(module).__name__))
+        in_norms.update(value for _, value in direct if re.search(_NORM_NAMES, type(module).__name__))
         for name, value in direct:
             names.setdefault(value, []).append(canonical_name(name))
     return [
