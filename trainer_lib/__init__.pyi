@@ -38,8 +38,10 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamo
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from trainer_lib.options.enums import DistributedType as DistributedType
+from trainer_lib.options.fp8_options import AORecipeKwargs as AORecipeKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs as MemoryKwargs
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
@@ -65,8 +67,6 @@ from trainer_lib.trainer.optim.layerwise_lr import layerwise_learning_rates as l
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup as ParameterGroup
 from trainer_lib.trainer.result import FitResult as FitResult
 from trainer_lib.trainer.trainer import Trainer as Trainer
-from trainer_lib.options.fp8_options import AORecipeKwargs as AORecipeKwargs
-from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.utils.modeling import infer_auto_device_map as infer_auto_device_map
 
 __version__: str

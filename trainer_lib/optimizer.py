@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,7 +14,9 @@ from trainer_lib.precision.scaler import ScaledAutocast
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.strategies.clip_grad_norm import multiply
-from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
+
+if TYPE_CHECKING:
+    from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 
 _ZERO_GRAD = Optimizer.zero_grad
 
@@ -267,7 +269,7 @@ class AcceleratedOptimizer(Optimizer):
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """An optimizer whose gradients ZeRO holds until an update needs them."""
 
-    optimizer: ZeroOptimizer
+    optimizer: "ZeroOptimizer"
 
     @property
     def class_name(self) -> str:

@@ -12,7 +12,6 @@ from trainer_lib.accelerator import construction
 from trainer_lib.accelerator.absent_engines import AbsentEngines
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.engine import Engine
-from trainer_lib.accelerator.megatron_lm.engine import computes_gradients, undo_engine
 from trainer_lib.accelerator.prepare_methods import PrepareMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.accelerator.sequence_methods import SequenceMethods
@@ -351,8 +350,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             >>> accelerator.backward(losses.sum(), weight=len(losses))
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            if isinstance(loss, Tensor) and any(map(computes_gradients, self.prepared.models)):
-                return  # with the model's call
+            if isinstance(loss, Tensor) and self._computed_with_loss():
+                return
             raise _nothing_to_differentiate(loss)
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
@@ -481,11 +480,23 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.release()
         return release_memory(*objects)
 
+    def _computed_with_loss(self) -> bool:
+        """Whether the call of a model that computes its gradients itself, as with Megatron-LM, returned the loss."""
+        if self.state.megatron_lm_plugin is None:
+            return False
+        from trainer_lib.accelerator.megatron_lm.engine import computes_gradients
+
+        return any(map(computes_gradients, self.prepared.models))
+
     def release(self) -> None:
         """Release all prepared objects and the settings, without collecting garbage."""
         self.checkpoints.background.release()
+        if self.state.megatron_lm_plugin is not None:
+            from trainer_lib.accelerator.megatron_lm.engine import undo_engine
+
+            for model in self.prepared.models:
+                undo_engine(model)
         for model in self.prepared.models:
-            undo_engine(model)
             undo_compilation(model)
             self.precision.unwrap_forward(self.strategy.unwrap(model))
         self.prepared.clear()

@@ -1,6 +1,6 @@
 """The `Accelerator`'s methods that prepare models, optimizers, schedules and loaders."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from trainer_lib.precision import FullPrecision
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
-from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 
 _logger = get_logger(__name__)
 
@@ -182,7 +181,11 @@ class PrepareMethods(CollectiveMethods):
         place = self.device_placement if device_placement is None else device_placement
         optimizer = self.strategy.wrap_optimizer(optimizer)
         self.strategy.rebind_parameters(optimizer)
-        kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
+        kind: Callable[..., AcceleratedOptimizer] = AcceleratedOptimizer
+        if self.state.deepspeed_plugin is not None:
+            from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
+
+            kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
         if self.state.megatron_lm_plugin is not None:
             from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
 

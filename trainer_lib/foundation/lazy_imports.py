@@ -31,7 +31,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         if name not in modules:
             # An AttributeError, since hasattr() and `from package import name` rely on it.
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{did_you_mean(name, modules)}")
-        with _without_collections():
+        with without_collections():
             value = getattr(importlib.import_module(modules[name]), name)
         importlib.import_module(package).__dict__[name] = value
         return value
@@ -40,7 +40,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
 
 @contextmanager
-def _without_collections() -> Generator[None]:
+def without_collections() -> Generator[None]:
     """Import without garbage collections: hundreds of new modules would set off one over all that torch has made.
 
     What was imported stays, so it moves to the oldest generation. In the youngest, the next allocation would set off a

@@ -36,7 +36,7 @@ from trainer_lib.trainer.safety.deadline import AUTO
 from trainer_lib.trainer.safety.module_buffers import no_gradients_of
 from trainer_lib.trainer.tools import check_request
 from trainer_lib.trainer.tools.tool_methods import ToolMethods
-from trainer_lib.trainer.trainer_interface import TrainerParts
+from trainer_lib.trainer.trainer_interface import TrainerParts, evaluator_of
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
@@ -113,7 +113,6 @@ class Trainer(ToolMethods, PublishMethods):
         accelerator: "Accelerator | None" = None,
     ) -> None:
         from trainer_lib.trainer import defaults
-        from trainer_lib.trainer.evaluation.eval_loop import Evaluator
         from trainer_lib.trainer.fit.build_accelerator import build_accelerator
         from trainer_lib.trainer.losses.batch_loss import BatchLoss
 
@@ -138,7 +137,7 @@ class Trainer(ToolMethods, PublishMethods):
         self.parts = TrainerParts(
             loss=BatchLoss(self),
             evaluation=EvaluationPlan(self, measures),
-            evaluator=Evaluator(self.accelerator, self.events, self.evaluation_step),
+            make_evaluator=functools.partial(evaluator_of, self),
             means=RunningMeans(self.accelerator.group, self.accelerator.device),
         )
 

@@ -34,7 +34,7 @@ class TrainerParts:
     Attributes:
         loss: The loss of a batch.
         evaluation: What is evaluated.
-        evaluator: Evaluates and predicts.
+        make_evaluator: Returns what evaluates and predicts; called when it is first needed.
         means: The means that the next log shows.
         models: The prepared models.
         guard: The guard of the current run; `None` unless it reads losses.
@@ -46,7 +46,7 @@ class TrainerParts:
 
     loss: "BatchLoss"
     evaluation: EvaluationPlan
-    evaluator: "Evaluator"
+    make_evaluator: Callable[[], "Evaluator"]
     means: RunningMeans
     models: PreparedModels = field(default_factory=PreparedModels)
     guard: "NonFiniteGuard | None" = None
@@ -55,6 +55,15 @@ class TrainerParts:
     generation_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_fitted: bool = False
     in_sandbox: bool = False
+
+    @functools.cached_property
+    def evaluator(self) -> "Evaluator":
+        """Evaluates and predicts."""
+        return self.make_evaluator()
+
+    def forget_evaluator(self) -> None:
+        """Let the next evaluation begin with a new evaluator."""
+        self.__dict__.pop("evaluator", None)
 
 
 class TrainerInterface(Protocol):
@@ -136,3 +145,10 @@ class TrainerInterface(Protocol):
     def save_model(self, output_dir: str | AnyPath | None = None) -> None:
         """Save the model."""
         ...
+
+
+def evaluator_of(trainer: TrainerInterface) -> "Evaluator":
+    """Return a new evaluator of a trainer."""
+    from trainer_lib.trainer.evaluation.eval_loop import Evaluator
+
+    return Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step)

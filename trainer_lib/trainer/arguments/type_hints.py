@@ -1,6 +1,7 @@
 """What the type hint of an argument allows: the members of a union, texts to choose from, objects with fields."""
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any, Union
@@ -8,6 +9,7 @@ from typing import Any, Union
 from trainer_lib.foundation.duration import Every
 
 
+@functools.lru_cache(maxsize=64)
 def field_types(cls: type[Any]) -> dict[str, Any]:
     """Return the type of each field of a dataclass; `Any` for a text that names something its module does not have."""
     try:

@@ -1,6 +1,7 @@
 """Arguments as plain values, and as JSON and YAML files."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -124,6 +125,7 @@ def _location(path: Any, lines: Mapping[str, int], message: str) -> str:
     return f"{path}, line {lines[names[0]]}" if names else str(path)
 
 
+@functools.lru_cache(maxsize=64)
 def _object_types(cls: type) -> dict[str, type]:
     """Return the class of each argument that may be an object or a list of objects, by the argument's name."""
     hints = field_types(cls)

@@ -8,7 +8,6 @@ from typing import Any
 
 from trainer_lib.events import Best
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED
 from trainer_lib.trainer.evaluation.eval_sets import ChosenSets
 from trainer_lib.trainer.evaluation.interrupted_eval import EvalInterruption, EvaluationInterrupted
 from trainer_lib.trainer.fit.context import FitContext
@@ -134,6 +133,8 @@ class FitEvaluations:
         if name is None:
             return
         if not metrics:
+            from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED
+
             raise ConfigurationError(f"{NOTHING_MEASURED} To train without evaluations leave eval_dataset out.")
         if run.leaves_out(name):
             return

@@ -24,7 +24,6 @@ from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.dispatched_models import dispatch
-from trainer_lib.trainer.losses.chunked_loss import chunk_loss
 from trainer_lib.trainer.optim.parameter_groups import freeze
 
 
@@ -103,6 +102,8 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
 
         apply_liger_kernels(model, accelerator.device.type)
     if args.chunked_cross_entropy:
+        from trainer_lib.trainer.losses.chunked_loss import chunk_loss
+
         chunk_loss(model, accelerator.mixed_precision)
     if args.sync_batchnorm and accelerator.num_processes > 1:
         if accelerator.device.type == "cpu":

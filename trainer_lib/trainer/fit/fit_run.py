@@ -12,7 +12,6 @@ from trainer_lib.trainer.arguments import value_checks
 from trainer_lib.trainer.checkpoints.find_resume_point import ResumePoint, find_resume_point
 from trainer_lib.trainer.checkpoints.finished_runs import load_finished
 from trainer_lib.trainer.checks import before_fit
-from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.fit.build_accelerator import numerics
 from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.fit.train_loop import TrainLoop
@@ -47,7 +46,7 @@ def _begin(trainer: TrainerInterface, resume_point: ResumePoint) -> None:
     if parts.has_fitted:  # a second fit keeps the weights and resets everything else
         trainer.accelerator.free_memory()
         parts.models = PreparedModels()
-        parts.evaluator = Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step)
+        parts.forget_evaluator()
     parts.has_fitted = True
     parts.means.clear()
 

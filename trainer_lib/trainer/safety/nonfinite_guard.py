@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.accelerator.optimizer_in_backward import norm_in_backward
 from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.fit.context import FitContext
@@ -142,6 +141,8 @@ class NonFiniteGuard:
 
     def _were_finite(self) -> bool:
         """Raise if gradients were not finite; parameters with finite ones are updated already."""
+        from trainer_lib.accelerator.optimizer_in_backward import norm_in_backward
+
         norm = self._run.grad_norm = norm_in_backward(self._in_backward)
         value = norm.item()
         if math.isfinite(value):

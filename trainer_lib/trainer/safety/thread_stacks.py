@@ -10,18 +10,16 @@ from types import CodeType, FrameType
 from typing import Any
 
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.checkpointing.save.uploading import CheckpointUploader
-from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.data_loader.worker_process import STACKS_SIGNAL, worker_stacks
 
 _SHOWN_FRAMES = 4
 _MOST_FRAMES = 64  # of which a move is noticed
 _PATIENCE = 2.0  # seconds for a worker to write its stacks
 _SETTLED = 10  # looks at the same text, one after the other, after which it is taken to be whole
-# By name: the loop imports what this module is part of.
+# By name: the loop imports what this module is part of, and only some runs need the writers.
 _STEP, _EPOCH, _READ = "TrainLoop.micro_batch", "TrainLoop.epoch", "PreparedLoader.__iter__"
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
-_WRITE_FILE = (CheckpointWriter.write.__code__, CheckpointUploader.send.__code__)
+_WRITE_FILE = ("CheckpointWriter.write", "CheckpointUploader.send")
 # Files whose functions wait for other ranks when they are innermost.
 _COLLECTIVES = ("/torch/distributed/", "/torch/autograd/", "/strategies/ddp/bucket_message.py")
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
@@ -62,7 +60,7 @@ class Stack:
     @property
     def file(self) -> str | None:
         """The file of a checkpoint that it writes."""
-        writing = next((frame for frame in self.frames if frame.f_code in _WRITE_FILE), None)
+        writing = next((frame for frame in self.frames if frame.f_code.co_qualname in _WRITE_FILE), None)
         return None if writing is None else str(writing.f_locals.get("path", ""))
 
     @property

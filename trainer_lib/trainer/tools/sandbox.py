@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,10 +21,9 @@ from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import before_fit
-from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.module_buffers import Buffers
-from trainer_lib.trainer.trainer_interface import TrainerInterface
+from trainer_lib.trainer.trainer_interface import TrainerInterface, evaluator_of
 
 # The arguments of a short sandbox, which only makes updates.
 _SHORT: Mapping[str, Any] = {
@@ -102,7 +102,7 @@ def sandbox(
         trainer.parts = dataclasses.replace(
             trainer.parts,
             loss=copy.copy(trainer.parts.loss),
-            evaluator=Evaluator(accelerator, trainer.events, trainer.evaluation_step),
+            make_evaluator=functools.partial(evaluator_of, trainer),
             has_fitted=False,  # so that fit uses the prepared models
             in_sandbox=True,
         )
