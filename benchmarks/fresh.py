@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.contestants import CONTESTANTS, Contestant
@@ -68,10 +68,10 @@ def compare_fresh(
     return Comparison(name=scenario.name, title=scenario.title, rows=rows)
 
 
-def measure_fresh(program: str) -> Sample:
-    """Run a program that prints its sample last."""
+def measure_fresh(program: str, environment: Mapping[str, str] | None = None) -> Sample:
+    """Run a program that prints its sample last, with this process's environment or another one."""
     command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=_ROOT)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=_ROOT, env=environment)
     return Sample(*(float(number) for number in done.stdout.splitlines()[-1].split()))
 
 

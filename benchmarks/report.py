@@ -1,11 +1,12 @@
 """Output of the figures as a table, Markdown or JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.figures import Comparison, Row, Spread
+from benchmarks.figures import Comparison, Row, Sample, Spread
 
 _TO = "\N{EN DASH}"
 _COLUMNS = ["", "CPU time", "time", "CPU ratio", "calm", "time ratio", "calls", "memory", "target"]
@@ -33,26 +34,72 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
         text += [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 2) + "|---|"]
         text += [f"| {' | '.join(line)} |" for line in lines]
         text += [""]
+        if peers := ahead(comparison):
+            text += [f"Ahead of `trainer_lib` here: {', '.join(peers)}.", ""]
     return "\n".join(text)
 
 
 def write_json(path: Path, machine: str, settings: dict[str, Any], comparisons: Sequence[Comparison]) -> None:
     """Write everything that was measured, run by run."""
     scenarios = {
-        comparison.name: {
-            row.contestant: {"note": row.note}
-            if row.note
-            else {
-                "calls": row.calls,
-                "cpu": [sample.cpu for sample in row.samples],
-                "wall": [sample.wall for sample in row.samples],
-                "memory": row.memory,
-            }
-            for row in comparison.rows
-        }
-        for comparison in comparisons
+        comparison.name: {row.contestant: _plain(row) for row in comparison.rows} for comparison in comparisons
     }
     path.write_text(json.dumps({"machine": machine, **settings, "scenarios": scenarios}, indent=1) + "\n")
+
+
+def read_json(path: Path, titles: Mapping[str, str]) -> tuple[dict[str, Any], list[Comparison]]:
+    """Return the settings of a run, and what it measured, with the scenarios' titles of today."""
+    run = json.loads(path.read_text())
+    scenarios: dict[str, dict[str, Any]] = run.pop("scenarios")
+    return run, [
+        Comparison(name=name, title=titles[name], rows=_rows(list(rows.items()))) for name, rows in scenarios.items()
+    ]
+
+
+def ahead(comparison: Comparison) -> list[str]:
+    """Return the contestants that take less processor time than `trainer_lib`, with their ratios to it."""
+    ours = [row for row in comparison.rows if row.contestant == "trainer_lib" and row.samples]
+    others = [
+        row for row in comparison.rows if row.samples and not row.contestant.startswith(("by hand", "trainer_lib"))
+    ]
+    pairs = [
+        (other.contestant, median(a.cpu / b.cpu for a, b in zip(other.samples, row.samples, strict=True)))
+        for row in ours
+        for other in others
+    ]
+    return [f"{name} ({ratio:.2f} of its time)" for name, ratio in pairs if ratio < 1]
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    if row.note:
+        return {"note": row.note} | ({"target": row.target} if row.target else {})
+    return {
+        "target": row.target,
+        "calls": row.calls,
+        "cpu": [sample.cpu for sample in row.samples],
+        "wall": [sample.wall for sample in row.samples],
+        "memory": [sample.memory for sample in row.samples],
+        "has_baseline": bool(row.baseline),
+    }
+
+
+def _rows(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Row]:
+    samples = {
+        name: [Sample(*numbers) for numbers in zip(row["cpu"], row["wall"], row["memory"], strict=True)]
+        for name, row in rows
+        if "note" not in row
+    }
+    return [
+        Row(
+            contestant=name,
+            samples=samples.get(name, ()),
+            baseline=samples[rows[0][0]] if row.get("has_baseline") else (),
+            calls=row.get("calls"),
+            note=row.get("note", ""),
+            target=row.get("target", ""),
+        )
+        for name, row in rows
+    ]
 
 
 def _cells(row: Row) -> list[str]:

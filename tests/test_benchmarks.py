@@ -200,6 +200,18 @@ def test_json_holds_every_run(comparison: Comparison, tmp_path: Path) -> None:
     assert runs["rounds"] == 3
     assert runs["scenarios"]["step"]["trainer_lib"]["cpu"] == [420e-6, 520e-6, 440e-6]
     assert runs["scenarios"]["step"]["Accelerate"] == {"note": "not installed"}
+    settings, (again,) = report.read_json(tmp_path / "runs.json", {"step": "Steps <each>"})
+    assert settings == {"machine": "a machine", "rounds": 3}
+    assert report.markdown([again]) == report.markdown([comparison])
+
+
+def test_a_peer_that_is_faster_is_named(comparison: Comparison) -> None:
+    slower, faster = ([Sample(sample.cpu * by, 1e-3) for sample in comparison.rows[1].samples] for by in (1.2, 0.95))
+    by_hand, ours, _ = comparison.rows
+    peers = [Row(contestant="A", samples=slower), Row(contestant="B", samples=faster)]
+    assert report.ahead(Comparison(name="step", title="Steps", rows=[by_hand, ours, *peers])) == [
+        "B (0.95 of its time)"
+    ]
 
 
 def test_each_callback_is_measured_or_it_is_told_why_not() -> None:
