@@ -84,26 +84,20 @@ def setting(
 
 @functools.lru_cache(maxsize=64)
 def settings(cls: type) -> Mapping[str, Setting]:
-    """Return the declaration of each argument of a class, by name, with the check that its type implies.
+    """Return the declaration of each argument of a class, by name.
 
     A subclass that declares only another default keeps the declaration of its base class.
     """
-    declared: dict[str, Setting] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        types = field_types(base)
-        for field in dataclasses.fields(base):
-            if _KEY in field.metadata:
-                declared[field.name] = _with_check(field.metadata[_KEY], types[field.name])
-    return MappingProxyType(declared)
+    return MappingProxyType({name: field.metadata[_KEY] for name, (field, _) in _fields(cls).items()})
 
 
 def check_values(arguments: Any) -> None:
     """Raise for a value that is not allowed, and store each value in its plain form."""
-    for name, declared in settings(type(arguments)).items():
-        if declared.check is not None:
-            setattr(arguments, name, declared.check(name, getattr(arguments, name)))
+    cls = type(arguments)
+    for name in settings(cls):
+        value = getattr(arguments, name)
+        if (check := _check(cls, name, value is None)) is not None:
+            setattr(arguments, name, check(name, value))
 
 
 def documented(cls: type[T]) -> type[T]:
@@ -134,8 +128,24 @@ def _with_arguments(cls: type, written: str) -> str:
     return "\n".join(lines) + f"\n{example}{after}"
 
 
-def _with_check(declared: Setting, hint: Any) -> Setting:
-    check = declared.check or check_for(hint)
-    if check is None or not (hint is Any or NoneType in members(hint)):
-        return dataclasses.replace(declared, check=check)
-    return dataclasses.replace(declared, check=lambda name, value: None if value is None else check(name, value))
+@functools.lru_cache(maxsize=64)
+def _fields(cls: type) -> dict[str, tuple[dataclasses.Field[Any], type]]:
+    """Return the field of each argument, and the class in whose module its type means something."""
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    return {field.name: (field, base) for base in bases for field in dataclasses.fields(base) if _KEY in field.metadata}
+
+
+@functools.lru_cache(maxsize=1024)
+def _check(cls: type, name: str, is_none: bool) -> Check | None:
+    """Return the check of a value; a type given as a text is resolved, which imports it, only if the check needs it."""
+    field, base = _fields(cls)[name]
+    check: Check | None = field.metadata[_KEY].check
+    hint: Any = field.type
+    if is_none and isinstance(hint, str) and hint.endswith("| None"):
+        return None
+    if check is not None and not is_none:
+        return check
+    if isinstance(hint, str):
+        hint = field_types(base)[name]
+    allows_none = hint is Any or NoneType in members(hint)
+    return None if is_none and allows_none else check or check_for(hint)

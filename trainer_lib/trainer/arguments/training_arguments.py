@@ -196,6 +196,7 @@ class TrainingArguments(ArgumentsBase):
         [],
         "A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns of their "
         "names.",
+        check=checks.parameter_groups,
     )
     lr_scheduler: str = setting(
         OPTIMIZER,

@@ -208,6 +208,13 @@ def instances(expected: type) -> Check:
     return check
 
 
+def parameter_groups(name: str, value: Any) -> list[Any]:
+    """Lists of `ParameterGroup`."""
+    from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
+
+    return instances(ParameterGroup)(name, value)
+
+
 def recompute_policy(name: str, value: Any) -> str | list[str]:
     """A policy of activation checkpointing by name, or the names of operations."""
     if not isinstance(value, str) and not (isinstance(value, Sequence) and all(isinstance(v, str) for v in value)):

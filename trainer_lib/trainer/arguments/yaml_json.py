@@ -29,12 +29,11 @@ def to_plain(arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of a dataclass as plain values, and the reason for each field that has no plain form."""
     plain: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    kinds = tuple(_object_types(type(arguments)).values())
     for field in dataclasses.fields(arguments):
         if not field.init:
             continue
         try:
-            plain[field.name] = _plain(getattr(arguments, field.name), field.name, kinds)
+            plain[field.name] = _plain(getattr(arguments, field.name), field.name, type(arguments))
         except ConfigurationError as error:
             left_out[field.name] = str(error)
     return plain, left_out
@@ -136,22 +135,22 @@ def _object_types(cls: type) -> dict[str, type]:
     return {name: kind for name, kinds in types.items() for kind in kinds if has_fields(kind)}
 
 
-def _plain(value: Any, path: str, kinds: tuple[type, ...]) -> Any:
+def _plain(value: Any, path: str, cls: type) -> Any:
     if isinstance(value, Enum):
-        return _plain(value.value, path, kinds)
+        return _plain(value.value, path, cls)
     if isinstance(value, str):
         return str(value)  # files hold no subclasses of it
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{path}[{index}]", kinds) for index, item in enumerate(value)]
+        return [_plain(item, f"{path}[{index}]", cls) for index, item in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, f"{path}.{key}", kinds) for key, item in value.items()}
+        return {key: _plain(item, f"{path}.{key}", cls) for key, item in value.items()}
     if isinstance(value, torch.dtype) and value in _DTYPES:
         return _DTYPES[value]
-    if isinstance(value, kinds) or type(value).__name__ == "MixedPrecisionPolicy":
+    if isinstance(value, tuple(_object_types(cls).values())) or type(value).__name__ == "MixedPrecisionPolicy":
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(cast("Any", value))}
-        return {name: _plain(item, f"{path}.{name}", kinds) for name, item in fields.items() if item is not None}
+        return {name: _plain(item, f"{path}.{name}", cls) for name, item in fields.items() if item is not None}
     raise ConfigurationError(
         f"{path} is {shown(value)}, which cannot be saved: files hold numbers, texts, lists and mappings."
     )
