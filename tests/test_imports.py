@@ -87,3 +87,37 @@ def test_imports_add_no_heavy_package_and_leave_the_process_alone() -> None:
         added = {name for name in seen.pop("added") if any(f"{name}.".startswith(f"{heavy}.") for heavy in absent)}
         assert added == set(), statement
         assert seen == dict.fromkeys(seen, True), statement
+
+
+# What a first step without evaluations can do without: a module costs it half a millisecond.
+AFTER_A_STEP = {
+    "psutil",
+    "trainer_lib.accelerator.megatron_lm",
+    "trainer_lib.checkpointing.save.writer",
+    "trainer_lib.options.deepspeed",
+    "trainer_lib.strategies.deepspeed",
+    "trainer_lib.trainer.evaluation.eval_loop",
+    "trainer_lib.utils",
+}
+MOST_FOR_A_STEP = 325
+FIRST_STEP = """
+import json, sys, tempfile, torch
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.callbacks import LambdaCallback
+
+report = LambdaCallback(on_step_end=lambda run: print(json.dumps(sorted(sys.modules))))
+data = torch.ones(8, 4), torch.zeros(8, dtype=torch.long)
+with tempfile.TemporaryDirectory() as folder:
+    args = TrainingArguments(max_steps=1, use_cpu=True, progress_bar=False, save_every="never", output_dir=folder)
+    options = {"train_dataset": data, "loss_fn": torch.nn.functional.cross_entropy, "callbacks": [report]}
+    Trainer(torch.nn.Linear(4, 2), args, **options).fit()
+"""
+
+
+@pytest.mark.launch
+def test_a_first_step_imports_only_what_it_needs() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_STEP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    imported: list[str] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    assert [name for name in imported if any(f"{name}.".startswith(f"{later}.") for later in AFTER_A_STEP)] == []
+    assert len([name for name in imported if name.startswith("trainer_lib")]) <= MOST_FOR_A_STEP
