@@ -11,7 +11,7 @@ from trainer_lib.events import Modifier, Run
 from trainer_lib.runs import read_run
 from trainer_lib.runs.report.report_data import contents
 from trainer_lib.runs.report.report_page import find_runs
-from trainer_lib.runs.run_environment import describe_environment
+from trainer_lib.runs.run_environment import script_commit
 
 
 def _git(folder: Path, *words: str) -> str:
@@ -24,14 +24,24 @@ def test_the_commit_of_the_script_and_changes_are_recorded(tmp_path: Path, monke
     script = tmp_path / "train.py"
     script.write_text("1")
     monkeypatch.setattr(sys, "argv", [str(script)])
-    assert "commit" not in describe_environment()
+    assert script_commit() is None
     _git(tmp_path, "init", "-q")
+    assert script_commit() is None
     _git(tmp_path, "add", ".")
     _git(tmp_path, "commit", "-qm", "First")
     commit = _git(tmp_path, "rev-parse", "HEAD")
-    assert describe_environment()["commit"] == commit
+    assert script_commit() == commit
+    assert _recorded_commit(tmp_path / "runs") == commit
     script.write_text("2")
-    assert describe_environment()["commit"] == f"{commit} (with changes)"
+    assert script_commit() == f"{commit} (with changes)"
+
+
+def _recorded_commit(output_dir: Path) -> str:
+    trainer(arguments(output_dir=output_dir, max_steps=1)).fit()
+    (folder,) = output_dir.iterdir()
+    facts = read_run(folder, None).facts
+    assert facts["status"] == "finished"
+    return facts["environment"]["commit"]
 
 
 class Fails(Modifier):

@@ -47,6 +47,22 @@ def is_package_available(module: str, distribution: str | None = None) -> bool:
     return True
 
 
+def version_of(package: str) -> str:
+    """Return the version of a package: its own word if it is imported, since the metadata on disk takes 3 ms to read.
+
+    Example:
+        >>> import torch
+        >>> version_of("torch") == torch.__version__
+        True
+    """
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return str(version)  # torch has a type of its own
+    from importlib import metadata
+
+    return metadata.version(package)
+
+
 def require(module: str, extra: str, distribution: str | None = None) -> ModuleType:
     """Import an optional package, or raise with the extra that installs it.
 

@@ -1,6 +1,5 @@
 """The machine, libraries and process that a run uses."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -9,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trainer_lib.foundation.imports import version_of
 
 _GIT_TIMEOUT = 2.0  # seconds
 _PACKAGES = ("numpy", "transformers", "datasets", "accelerate", "peft", "safetensors")
@@ -22,7 +23,7 @@ def describe_environment() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "host": platform.node(),
-        "system": platform.platform(),
+        "system": f"{platform.system()}-{platform.release()}-{platform.machine()}",  # platform() starts a process
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory": _total_memory(),
@@ -32,11 +33,23 @@ def describe_environment() -> dict[str, Any]:
     }
     facts.update(toolkit_versions())
     # Only imported packages: nothing is imported just for its version.
-    facts.update({name: _version(name) for name in _PACKAGES if name in sys.modules})
-    script = sys.argv[0] if sys.argv else ""
-    if (commit := _commit(Path(script).resolve().parent)) is not None:
-        facts["commit"] = commit
-    return {**facts, "script": script, "folder": str(Path.cwd())}
+    facts.update({name: version_of(name) for name in _PACKAGES if name in sys.modules})
+    return {**facts, "script": _script(), "folder": str(Path.cwd())}
+
+
+def script_commit() -> str | None:
+    """Return the git commit of the script's repository, and whether files differ from it; git may take seconds."""
+    git, folder = shutil.which("git"), Path(_script()).resolve().parent
+    if git is None or not folder.is_dir():
+        return None
+    try:
+        lines = _output([git, "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"])
+    except (OSError, subprocess.SubprocessError):  # no repository, or git takes too long
+        return None
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid")), "(initial)")
+    if commit == "(initial)":  # the repository has no commit
+        return None
+    return commit if all(line.startswith("#") for line in lines) else f"{commit} (with changes)"
 
 
 def describe_process() -> dict[str, Any]:
@@ -84,12 +97,6 @@ def _total_memory() -> int:
         return psutil.virtual_memory().total
 
 
-def _version(package: str) -> str:
-    """Return the version of an imported package; the metadata on disk takes 2 ms to read."""
-    version = getattr(sys.modules[package], "__version__", None)
-    return version if isinstance(version, str) else importlib.metadata.version(package)
-
-
 def memory_in_use(device_type: str) -> dict[str, int]:
     """Return this process's memory in bytes: current host memory, and peak device memory."""
     import psutil
@@ -101,23 +108,14 @@ def memory_in_use(device_type: str) -> dict[str, int]:
     return used
 
 
-def _commit(folder: Path) -> str | None:
-    """Return the git commit of a folder's repository, and whether files differ from it."""
-    git = shutil.which("git")
-    if git is None or not folder.is_dir():
-        return None
-    try:
-        commit = _output([git, "-C", str(folder), "rev-parse", "HEAD"])
-        changed = _output([git, "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
-    except (OSError, subprocess.SubprocessError):  # no repository, or git takes too long
-        return None
-    return f"{commit} (with changes)" if changed else commit
+def _script() -> str:
+    return sys.argv[0] if sys.argv else ""
 
 
-def _output(command: list[str]) -> str:
+def _output(command: list[str]) -> list[str]:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True, env=environment)
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 def _processor() -> str:

@@ -5,7 +5,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
@@ -14,6 +13,7 @@ from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
+from trainer_lib.foundation.imports import version_of
 
 SCHEMA = 3  # version 1 had the sizes of files and no checksums; 2 had no facts of the run
 CHECKSUM = "xxh3_128"  # the key of a file's checksum
@@ -113,7 +113,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that write and read checkpoints."""
-    dependencies = {name: version(name) for name in ("torch", "numpy", "safetensors")}
+    dependencies = {name: version_of(name) for name in ("torch", "numpy", "safetensors")}
     library = sys.modules["trainer_lib"].__version__  # not imported: the package is above this layer
     return {"trainer_lib": library, "python": platform.python_version(), **dependencies}
 

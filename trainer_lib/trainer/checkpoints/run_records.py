@@ -1,6 +1,7 @@
 """The description and the report in a run's folder."""
 
 import sys
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.events import Run
@@ -26,8 +27,10 @@ def describe_run(args: "TrainingArguments") -> dict[str, Any]:
     }
 
 
-def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) -> None:
-    """Write the description of a run that begins or resumes.
+def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) -> Thread:
+    """Write the description of a run that begins or resumes, and return the thread that adds the script's commit.
+
+    Join the thread before the run file is written again.
 
     Raises:
         UnwritableError: If the run is new and the folder cannot be written: nobody would find the run.
@@ -38,6 +41,20 @@ def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) ->
         if is_new:
             raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
         _logger.warning('The status "running" could not be written to %s: %s.', folder.path, error)
+    thread = Thread(target=_write_commit, args=(folder,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _write_commit(folder: RunFolder) -> None:
+    from trainer_lib.runs.run_environment import script_commit
+
+    if (commit := script_commit()) is None:
+        return
+    try:
+        folder.write(environment={**folder.facts.get("environment", {}), "commit": commit})
+    except (OSError, UnreachableError) as error:
+        _logger.warning("The commit of the script could not be written to %s: %s.", folder.path, error)
 
 
 def write_end(folder: RunFolder, run: Run) -> None:
