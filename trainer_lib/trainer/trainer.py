@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, unknown
+from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.state.accumulation_window import sum_from_mean
@@ -112,9 +113,10 @@ class Trainer(ToolMethods, PublishMethods):
         callbacks: Sequence[Callback | Any] | None = None,
         accelerator: "Accelerator | None" = None,
     ) -> None:
-        from trainer_lib.trainer import defaults
-        from trainer_lib.trainer.fit.build_accelerator import build_accelerator
-        from trainer_lib.trainer.losses.batch_loss import BatchLoss
+        with without_collections():
+            from trainer_lib.trainer import defaults
+            from trainer_lib.trainer.fit.build_accelerator import build_accelerator
+            from trainer_lib.trainer.losses.batch_loss import BatchLoss
 
         self.args = at_construction.checked_arguments(args).effective()
         self.model = at_construction.checked_model(model)
@@ -206,7 +208,8 @@ class Trainer(ToolMethods, PublishMethods):
                 `fit` returns the result instead.
             UnsavedError: If training ended and the last checkpoint could not be written.
         """
-        from trainer_lib.trainer.fit import fit_run
+        with without_collections():
+            from trainer_lib.trainer.fit import fit_run
 
         check_request.answer(self)
         return fit_run.fit(self, resume)
