@@ -78,11 +78,9 @@ def _began() -> float:
     """Return when this process began, as psutil does, whose import takes longer than all other facts."""
     try:
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        ticks = (
-            Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        )  # after the name, which may hold spaces
-        return float(boot.split()[1]) + int(ticks) / os.sysconf("SC_CLK_TCK")
-    except OSError:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
+        return float(boot.split()[1]) + int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, StopIteration):  # not on Linux
         import psutil
 
         return psutil.Process().create_time()
