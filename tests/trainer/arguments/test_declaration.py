@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.trainer.arguments.stub import STUB, stub
 from tests.trainer.arguments.write_pages import DOCS, argument_tables, with_tables
 from tests.trainer.tasks import network, points
 from tests.worlds import run_world
@@ -211,6 +212,10 @@ def test_docstrings_describe_each_argument() -> None:
 def test_tables_of_the_documentation_are_current(page: str) -> None:
     text = (DOCS / page).read_text()
     assert text == with_tables(page, text), "Write them by: python -m tests.trainer.arguments.write_pages"
+
+
+def test_editors_get_the_sentence_of_each_argument() -> None:
+    assert STUB.read_text("utf-8") == stub(), "Write it by: python -m tests.trainer.arguments.write_pages"
 
 
 def test_tables_have_the_arguments_of_a_subclass() -> None:

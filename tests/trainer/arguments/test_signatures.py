@@ -4,13 +4,14 @@ import inspect
 import pydoc
 import re
 import typing
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.trainer.tasks import trainer
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.arguments.type_hints import choices
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
 
 
@@ -34,14 +35,9 @@ def test_arguments_show_their_defaults() -> None:
     assert parameters["max_grad_norm"].default == 1.0
 
 
-def _choices(hint: Any) -> set[str]:
-    literals = [kind for kind in (hint, *get_args(hint)) if typing.get_origin(kind) is typing.Literal]
-    return {text for literal in literals for text in get_args(literal)}
-
-
 def test_the_types_of_enumerated_arguments_are_what_the_checks_allow() -> None:
     hints = typing.get_type_hints(TrainingArguments)
-    enumerated = {name: _choices(hint) for name, hint in hints.items() if _choices(hint)}
+    enumerated = {name: allowed for name, hint in hints.items() if (allowed := choices(hint))}
     assert set(enumerated) == {
         "mixed_precision",
         "on_save_error",
@@ -52,12 +48,12 @@ def test_the_types_of_enumerated_arguments_are_what_the_checks_allow() -> None:
         "num_workers",
     }
     make: Any = TrainingArguments
-    for name, choices in enumerated.items():
-        for choice in choices:
+    for name, allowed in enumerated.items():
+        for choice in allowed:
             assert getattr(make(**{name: choice}), name) == choice
         with pytest.raises(ConfigurationError) as caught:
             make(**{name: "elephant"})
-        assert all(choice in str(caught.value) for choice in choices)
+        assert all(choice in str(caught.value) for choice in allowed)
 
 
 def test_the_annotation_of_predict_names_its_result() -> None:

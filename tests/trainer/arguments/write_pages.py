@@ -1,12 +1,13 @@
-"""Tables of the documentation that follow from the declarations of the arguments.
+"""Tables of the documentation, and the stub for editors, that follow from the declarations of the arguments.
 
-`python -m tests.trainer.arguments.write_pages` writes them into docs/arguments.md and docs/trainer.md.
+`python -m tests.trainer.arguments.write_pages` writes docs/arguments.md, docs/trainer.md and the stub.
 """
 
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.trainer.arguments.stub import STUB, stub
 from trainer_lib import TrainingArguments
 from trainer_lib.trainer.arguments.declaration import OnResume, settings
 
@@ -58,9 +59,10 @@ _TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def main() -> None:
-    """Write the tables."""
+    """Write the tables and the stub."""
     for page in _TABLES:
         (DOCS / page).write_text(with_tables(page, (DOCS / page).read_text()))
+    STUB.write_text(stub(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def _normalize(words: list[str], flags: Iterable[str]) -> list[str]:
 
 def _flags(cls: type) -> list[str]:
     hints = field_types(cls)
-    return [name for name, hint in hints.items() if hint is bool or bool in typing.get_args(hint)]
+    return [name for name, hint in hints.items() if bool in members(hint)]
 
 
 def _metavar(kinds: Iterable[Any], choices: Sequence[str]) -> str:

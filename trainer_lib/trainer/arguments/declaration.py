@@ -9,12 +9,11 @@ from enum import Enum
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, cast
 
+from trainer_lib.trainer.arguments.argparse_action import ReadByCheck
 from trainer_lib.trainer.arguments.type_hints import field_types, members
 from trainer_lib.trainer.arguments.value_checks import Check, check_for
 
 T = TypeVar("T")
-
-_KEY = "setting"
 
 
 class OnResume(Enum):
@@ -43,6 +42,18 @@ class Setting:
     check: Check | None = None
     on_resume: OnResume = OnResume.NEW
     may_differ: bool = False
+
+
+class _Help(str):
+    """The sentence of an argument as parsers of dataclasses hand it to argparse; it carries the declaration."""
+
+    __slots__ = ("setting",)
+    setting: Setting
+
+    def __new__(cls, declared: Setting) -> "_Help":
+        text = super().__new__(cls, declared.text.replace("%", "%%"))
+        text.setting = declared
+        return text
 
 
 def setting(
@@ -76,7 +87,9 @@ def setting(
         ...
         trainer_lib.foundation.errors.ConfigurationError: teacher must be a text that is not blank, got 7.
     """
-    metadata = {_KEY: Setting(section, text, check, on_resume, may_differ)}
+    metadata: dict[str, Any] = {"help": _Help(Setting(section, text, check, on_resume, may_differ))}
+    if default is not True:  # HfArgumentParser gives such a flag a second option, with an action of its own
+        metadata["action"] = functools.partial(ReadByCheck, check)
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -88,7 +101,7 @@ def settings(cls: type) -> Mapping[str, Setting]:
 
     A subclass that declares only another default keeps the declaration of its base class.
     """
-    return MappingProxyType({name: field.metadata[_KEY] for name, (field, _) in _fields(cls).items()})
+    return MappingProxyType({name: _declared(field) for name, (field, _) in _fields(cls).items()})
 
 
 def check_values(arguments: Any) -> None:
@@ -132,15 +145,26 @@ def _with_arguments(cls: type, written: str) -> str:
 def _fields(cls: type) -> dict[str, tuple[dataclasses.Field[Any], type]]:
     """Return the field of each argument, and the class in whose module its type means something."""
     bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    return {field.name: (field, base) for base in bases for field in dataclasses.fields(base) if _KEY in field.metadata}
+    return {
+        field.name: (field, base)
+        for base in bases
+        for field in dataclasses.fields(base)
+        if isinstance(field.metadata.get("help"), _Help)
+    }
+
+
+def _declared(field: dataclasses.Field[Any]) -> Setting:
+    return field.metadata["help"].setting
 
 
 @functools.lru_cache(maxsize=1024)
 def _check(cls: type, name: str, is_none: bool) -> Check | None:
     """Return the check of a value; a type given as a text is resolved, which imports it, only if the check needs it."""
     field, base = _fields(cls)[name]
-    check: Check | None = field.metadata[_KEY].check
-    hint: Any = field.type
+    check: Check | None = _declared(field).check
+    # The field's own type is what a parser of dataclasses left there: transformers' keeps one type of a union.
+    annotations = (inspect.get_annotations(each) for each in base.__mro__)
+    hint: Any = next(known[name] for known in annotations if name in known)
     if is_none and isinstance(hint, str) and hint.endswith("| None"):
         return None
     if check is not None and not is_none:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, Self
 
+from typing_extensions import TypeAliasType
+
 import trainer_lib  # for types that few runs need: its names are imported when a type hint is resolved
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.duration import NEVER, Every
@@ -25,6 +27,11 @@ from trainer_lib.trainer.optim.lomo import steps_in_backward
 _logger = get_logger(__name__)
 
 Interval = int | str | timedelta | Every
+# transformers' HfArgumentParser takes no union without `None` or `str`, so these are types with a name. It calls
+# isinstance with the second member of a union, so a plain class comes second in the unions below.
+CountOrAuto = TypeAliasType("CountOrAuto", int | Literal["auto"])
+CountOrShare = TypeAliasType("CountOrShare", int | float)
+FlagOrPlugin = TypeAliasType("FlagOrPlugin", bool | FullyShardedDataParallelPlugin)
 
 # The sections of the arguments, in the order in which help and documentation list them.
 RUN = "run"
@@ -63,7 +70,7 @@ class TrainingArguments(ArgumentsBase):
         trainer_lib.foundation.errors.ConfigurationError: save_steps=500 ... is given here as save_every="500 steps".
     """
 
-    output_dir: str | os.PathLike[str] | None = setting(
+    output_dir: os.PathLike[str] | str | None = setting(
         RUN,
         None,
         "The folder in which each run gets a folder of its own, as a path or a URL such as `s3://bucket/runs`; "
@@ -143,7 +150,7 @@ class TrainingArguments(ArgumentsBase):
         on_resume=OnResume.SILENT,
     )
 
-    per_device_train_batch_size: int | Literal["auto"] = setting(
+    per_device_train_batch_size: CountOrAuto = setting(
         BATCHES,
         8,
         'Samples in the micro-batch of a rank. "auto" takes 64 (or a divisor of `global_batch_size`) and splits a '
@@ -251,7 +258,7 @@ class TrainingArguments(ArgumentsBase):
         "less is computed twice.",
         check=checks.whole(),
     )
-    gradient_checkpointing_policy: str | Sequence[str] | None = setting(
+    gradient_checkpointing_policy: Sequence[str] | str | None = setting(
         DEVICES,
         None,
         "With `gradient_checkpointing`, the operations that keep their outputs instead of being computed again: "
@@ -282,7 +289,7 @@ class TrainingArguments(ArgumentsBase):
         False,
         "Replace layers of a model of transformers by Liger's kernels, on GPUs (`pip install liger-kernel`).",
     )
-    device_map: str | Mapping[str, int | str] | None = setting(
+    device_map: Mapping[str, int | str] | str | None = setting(
         DEVICES,
         None,
         'Spread the model over the devices of one process, to evaluate and predict with it: "auto", "balanced", '
@@ -295,13 +302,13 @@ class TrainingArguments(ArgumentsBase):
         'With `device_map` by a name: how much of each device the model may use, such as {0: "10GB", "cpu": "30GB"}.',
         check=checks.memory_limits,
     )
-    offload_folder: str | os.PathLike[str] | None = setting(
+    offload_folder: os.PathLike[str] | str | None = setting(
         DEVICES, None, "With `device_map`: the folder for weights that are kept on the disk.", check=checks.path
     )
-    fsdp: bool | FullyShardedDataParallelPlugin | None = setting(
+    fsdp: FlagOrPlugin | None = setting(
         DEVICES, None, "Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.", check=checks.sharding
     )
-    deepspeed: "str | os.PathLike[str] | dict[str, Any] | trainer_lib.DeepSpeedPlugin | None" = setting(
+    deepspeed: "str | trainer_lib.DeepSpeedPlugin | os.PathLike[str] | dict[str, Any] | None" = setting(
         DEVICES,
         None,
         "Shard the model with DeepSpeed's ZeRO: the path of its JSON file, the values as a dict, or a "
@@ -442,7 +449,7 @@ class TrainingArguments(ArgumentsBase):
     shuffle: bool = setting(
         DATA, True, "Shuffle the samples, in a new order for each epoch.", on_resume=OnResume.REFUSED
     )
-    num_workers: int | Literal["auto"] = setting(
+    num_workers: CountOrAuto = setting(
         DATA,
         0,
         'Worker processes that load data for each rank; 0 loads in the training process. "auto" measures at the start '
@@ -510,7 +517,7 @@ class TrainingArguments(ArgumentsBase):
         'What to do when a sample cannot be read or collated: "raise" ends the run with its index, "skip" skips '
         "the sample, reports it at the end and lists it in `quarantine.jsonl`.",
     )
-    max_bad_samples: int | float = setting(
+    max_bad_samples: CountOrShare = setting(
         DATA,
         10,
         "How many samples a run may skip before it ends with an error: a number, or a fraction of the data below 1.",

@@ -6,6 +6,8 @@ import types
 import typing
 from typing import Any, Union
 
+from typing_extensions import TypeAliasType
+
 from trainer_lib.foundation.duration import Every
 
 
@@ -25,6 +27,8 @@ def members(hint: Any) -> list[Any]:
         >>> members(int | str | None)
         [<class 'int'>, <class 'str'>, <class 'NoneType'>]
     """
+    if isinstance(hint, TypeAliasType):
+        return members(hint.__value__)
     if typing.get_origin(hint) in (Union, types.UnionType):
         return list(dict.fromkeys(kind for member in typing.get_args(hint) for kind in members(member)))
     return [types.NoneType if hint is None else hint]
