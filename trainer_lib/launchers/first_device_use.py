@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from trainer_lib.foundation.notebook_tracebacks import notebook_shell
 from trainer_lib.launchers import device_count
 
 _TIMEOUT = 60  # seconds to import the packages of a notebook again
@@ -74,8 +74,7 @@ def _installed_packages() -> list[str]:
 
 def _cells() -> list[tuple[int, str]]:
     """Return the cells that ran in this notebook; none outside of one."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    shell = notebook_shell()
     history = [] if shell is None else shell.history_manager.input_hist_raw
     return [(number, text) for number, text in enumerate(history) if text]
 

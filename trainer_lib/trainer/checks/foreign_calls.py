@@ -13,6 +13,7 @@ from torch import nn
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
+from trainer_lib.foundation.notebook_tracebacks import hide_library_frames
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, MEMBERS, OVERRIDES, RENAMED
@@ -45,7 +46,10 @@ _NEAR = 0.85
 
 
 def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a trainer's method answer a call in another trainer's form with an error that shows the call to make."""
+    """Make a trainer's method answer a call in another trainer's form with an error that shows the call to make.
+
+    In a notebook, errors of your own code are shown without the library's frames.
+    """
     name, parameters = method.__name__, list(inspect.signature(method).parameters.values())[1:]
     known = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     synonyms, takes_more = _SYNONYMS.get(name, {}), len(known) < len(parameters)
@@ -55,7 +59,11 @@ def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[C
         options: dict[str, Any] = {synonyms.get(key, key): value for key, value in named.items()}
         generates = takes_more and bool(getattr(getattr(self, "args", None), "predict_with_generate", False))
         _check_call(name, known, positional, options, generates)
-        return cast(Any, method)(self, *positional, **options)
+        try:
+            return cast(Any, method)(self, *positional, **options)
+        except Exception as error:
+            hide_library_frames(error)
+            raise
 
     return call
 
