@@ -253,6 +253,19 @@ def test_a_tracker_fills_a_database(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_strategy_averages_weights_instead_of_gradients(tmp_path: Path) -> None:
+    sent: list[int] = []
+    for every in ("1", "4"):
+        options = ["--every", every, "--num_train_epochs", "2", "--output_dir", str(tmp_path / every)]
+        printed = forked(2, tmp_path, f"{FEATURES}/custom_strategy.py", *options)
+        ((accuracy, numbers),) = re.findall(r"^accuracy (\S+)%, ([\d,]+) numbers sent", printed, re.MULTILINE)
+        assert float(accuracy) > 70
+        assert "largest difference between the weights of ranks: 0" in printed
+        sent.append(int(numbers.replace(",", "")))
+    assert sent[0] > 3 * sent[1] > 0
+
+
+@pytest.mark.slow
 def test_training_stops_early_and_loads_the_best_weights(tmp_path: Path) -> None:
     options = ["--patience", "1", "--output_dir", str(tmp_path / "runs")]
     printed = forked(1, tmp_path, f"{FEATURES}/early_stopping.py", *options)
