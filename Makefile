@@ -19,7 +19,7 @@ VENV = $(PYTHON) -m venv .venv
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 endif
 
-.PHONY: help demo test test-slow test-deepspeed test-all test-gpu test-gpus mutants soak lint format bench clean
+.PHONY: help demo test test-slow test-deepspeed test-all test-gpu test-gpus mutants mutation-score soak lint format bench release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,9 +31,12 @@ help:
 	@echo "make test-gpu   run what only a GPU with CUDA shows; make test-gpus: what only several show"
 	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
 	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh, look for leaks"
+	@echo "make mutation-score  break the core at random, and count what the tests notice: about an hour"
+	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh"
 	@echo "make lint       check format, style, types, imports and documentation"
 	@echo "make format     format the code"
 	@echo "make bench      measure what the engine costs per step"
+	@echo "make release    build wheel and sdist of the last commit twice, and compare them"
 	@echo "make clean      remove .venv and everything that was built"
 
 demo: .venv/with-sklearn
@@ -65,6 +68,9 @@ test-gpus: .venv/with-test
 mutants: .venv/with-test
 	$(BIN)/python -m tests.mutants
 
+mutation-score: .venv/with-test
+	$(BIN)/python -m tests.mutation_score
+
 soak: .venv/with-test
 	$(BIN)/python -m pytest -m fault --soak
 	$(BIN)/python -m pytest tests/trainer/fit/test_split_runs.py --soak
@@ -86,8 +92,11 @@ format: .venv/with-dev
 bench: .venv/with-bench
 	$(BIN)/python -m benchmarks
 
+release: .venv/with-test
+	$(BIN)/python -m tests.release.build dist
+
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
+	rm -rf .venv build dist SHA256SUMS site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
 
 # torch goes first: the other packages are then resolved against the version that is there.
 .venv/with-torch: constraints.txt

@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import inspect
 import textwrap
+from argparse import Action
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, cast
 
-from trainer_lib.trainer.arguments.argparse_action import ReadByCheck
 from trainer_lib.trainer.arguments.type_hints import field_types, members
 from trainer_lib.trainer.arguments.value_checks import Check, check_for
 
@@ -56,6 +56,12 @@ class _Help(str):
         return text
 
 
+def _action(check: Check | None, **options: Any) -> Action:
+    from trainer_lib.trainer.arguments.argparse_action import ReadByCheck  # for parsers of dataclasses alone
+
+    return ReadByCheck(check, **options)
+
+
 def setting(
     section: str,
     default: Any,
@@ -89,7 +95,7 @@ def setting(
     """
     metadata: dict[str, Any] = {"help": _Help(Setting(section, text, check, on_resume, may_differ))}
     if default is not True:  # HfArgumentParser gives such a flag a second option, with an action of its own
-        metadata["action"] = functools.partial(ReadByCheck, check)
+        metadata["action"] = functools.partial(_action, check)
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -68,8 +68,8 @@ class TrainingArguments(ArgumentsBase):
 
         learning_rate: The learning rate at the end of the warm-up.
         optimizer: The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon",
-            "galore_adamw" or "apollo_adamw", one of bitsandbytes, torchao or schedulefree ("adamw_8bit",
-            "schedule_free_adamw"), or a dotted path.
+            "galore_adamw" "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree
+            ("adamw_8bit", "schedule_free_adamw"), or a dotted path.
         optimizer_kwargs: Further arguments of the optimizer, such as {"betas": [0.9, 0.95]}.
         weight_decay: The weight decay for all parameters except norms, biases and vectors.
         parameter_groups: A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns
@@ -182,8 +182,10 @@ class TrainingArguments(ArgumentsBase):
         label_names: The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and
             "y".
 
-        predict_with_generate: Call the model's `generate` in evaluations and predictions.
-        generation_kwargs: Arguments of `generate`.
+        predict_with_generate: Call the model's `generate` in evaluations and predictions. Samples are read in the order
+            of their lengths.
+        generation_kwargs: Arguments of `generate`: `max_length`, `num_beams`, …; a `generation_config` may be an
+            object, a folder or a name on the Hub.
 
         progress_bar: Show a progress bar; `None` shows it in terminals and notebooks.
         report_to: The trackers to report to, by name: "tensorboard", "mlflow", "comet_ml", "wandb" and others; "all"
@@ -250,9 +252,9 @@ class TrainingArguments(ArgumentsBase):
     learning_rate: float = 5e-05
     """The learning rate at the end of the warm-up."""
     optimizer: str = 'adamw'
-    """The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw" or
-    "apollo_adamw", one of bitsandbytes, torchao or schedulefree ("adamw_8bit", "schedule_free_adamw"), or a dotted
-    path.
+    """The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw"
+    "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit",
+    "schedule_free_adamw"), or a dotted path.
     """
     optimizer_kwargs: dict[str, Any] = ...
     """Further arguments of the optimizer, such as {"betas": [0.9, 0.95]}."""
@@ -447,9 +449,11 @@ class TrainingArguments(ArgumentsBase):
     label_names: Sequence[str] | None = None
     """The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y"."""
     predict_with_generate: bool = False
-    """Call the model's `generate` in evaluations and predictions."""
+    """Call the model's `generate` in evaluations and predictions. Samples are read in the order of their lengths."""
     generation_kwargs: dict[str, Any] = ...
-    """Arguments of `generate`."""
+    """Arguments of `generate`: `max_length`, `num_beams`, …; a `generation_config` may be an object, a folder or a
+    name on the Hub.
+    """
     progress_bar: bool | None = None
     """Show a progress bar; `None` shows it in terminals and notebooks."""
     report_to: Sequence[str] = ...
@@ -484,6 +488,10 @@ class TrainingArguments(ArgumentsBase):
     @property
     def eval_batch_size(self) -> int:
         """The samples in an evaluation batch of a rank."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether weights are updated while the backward runs."""
 
     def train_batch_size_for(self, num_processes: int) -> int:
         """Return the samples in a training batch of a rank; "auto" is 64, or near it a divisor of `global_batch_size`.
