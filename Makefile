@@ -32,7 +32,6 @@ help:
 	@echo "make mutants    break 80 lines, one at a time, and see that a test fails for each"
 	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh, look for leaks"
 	@echo "make mutation-score  break the core at random, and count what the tests notice: about an hour"
-	@echo "make soak       inject faults by the hundred, write docs/faults.md, train for longer on each mesh"
 	@echo "make lint       check format, style, types, imports and documentation"
 	@echo "make format     format the code"
 	@echo "make bench      measure what the engine costs per step"

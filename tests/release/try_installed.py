@@ -14,7 +14,7 @@ USERS_CALLBACKS = """
 from trainer_lib import Callback
 
 class Told(Callback):
-    def on_train_end(self, run):
+    def on_fit_end(self, run):
         print("the user's callback saw", run.state.step, "steps")
 """
 USERS_SCRIPT = """
