@@ -83,6 +83,7 @@ lint: .venv/with-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.mutants --list >/dev/null
+	$(BIN)/python -m tests.mutation_score --list >/dev/null
 
 format: .venv/with-dev
 	$(BIN)/ruff format

@@ -11,15 +11,17 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 
 import psutil
@@ -268,6 +270,9 @@ def read_areas(only: str | None) -> list[Area]:
     areas = [Area(**entry) for entry in tomllib.loads(LIST.read_text("utf-8"))["area"]]
     if not (chosen := [area for area in areas if only in (None, area.name)]):
         raise SystemExit(f"tests/mutation_score.toml has no area {only!r}, it has {[area.name for area in areas]}.")
+    named = [path for area in chosen for path in (*area.files, *area.tests)]
+    if missing := [path for path in named if not (ROOT / path).exists()]:
+        raise SystemExit(f"tests/mutation_score.toml names what is not there: {', '.join(missing)}.")
     return chosen
 
 
@@ -333,20 +338,20 @@ def _end_session(leader: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def try_changes(area: Area, changes: Sequence[Change], copy: Path, marker: str) -> Iterator[tuple[Change, str, float]]:
-    """Yield each change with the test that failed, "" if none did."""
-    for number, change in enumerate(changes):
-        path = copy / change.file
-        text = path.read_text(encoding="utf-8")
-        try:
-            _write(path, changed(text, change), number)
-            red, seconds = run_tests(copy, area.tests, marker)
-        finally:
-            _write(path, text, number)
-        yield change, red, seconds
+def try_change(area: Area, change: Change, copy: Path, marker: str) -> dict[str, object]:
+    """Break the copy, run the tests of the area, mend the copy, and return which test failed ("" if none did)."""
+    path = copy / change.file
+    text = path.read_text(encoding="utf-8")
+    try:
+        _write(path, changed(text, change))
+        red, seconds = run_tests(copy, area.tests, marker)
+    finally:
+        _write(path, text)
+    print("killed  " if red else "SURVIVED", change.name, red, f"{seconds:.0f} s", flush=True)
+    return {"name": change.name, "red": red, "seconds": round(seconds, 1), **asdict(change)}
 
 
-def _write(path: Path, text: str, number: int) -> None:
+def _write(path: Path, text: str) -> None:
     """Write a module so that no compiled form of it is taken for this one."""
     path.write_text(text, encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
@@ -377,51 +382,64 @@ def table(
     return "\n".join([*lines, "", *(f"survived: {name}" for name in survivors)])
 
 
-def main() -> int:
-    """Try the sample, and print the score; return 1 if it is below the goal."""
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation_score", description=__doc__)
     parser.add_argument("--only", help="the name of an area")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random sample")
     parser.add_argument("--marker", default="not slow", help="an expression for pytest's -m")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "build" / "mutation_score.jsonl", help="where results are kept"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept")
     parser.add_argument("--shard", default="0/1", help="which part of the sample to try: 0/2 and 1/2 at the same time")
     parser.add_argument("--again", action="store_true", help="try those that survived once more, after new tests")
-    parser.add_argument("--list", action="store_true", help="print the sample, or what is known of it, and try nothing")
+    parser.add_argument("--list", action="store_true", help="print what is known of the sample, and try nothing")
     parser.add_argument("--goal", type=float, default=0.85, help="the score below which the exit code is 1")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def in_turn(drawn: Mapping[str, Sequence[Change]], areas: Sequence[Area]) -> list[tuple[Area, Change]]:
+    """Return the changes of all areas, one of each in turn, so that an interrupted run says something of all."""
+    turns = zip_longest(*([(area, change) for change in drawn[area.name]] for area in areas))
+    return [each for turn in turns for each in turn if each is not None]
+
+
+def try_all(
+    todo: Sequence[tuple[Area, Change]], results: dict[str, dict[str, object]], options: argparse.Namespace
+) -> None:
+    """Try changes, and keep each result as it comes."""
+    for name in _IMPORTED_FIRST:
+        import_module(name)
+    gc.freeze()
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    memory = MEMORY if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="mutation-", ignore_cleanup_errors=True) as folder:
+        copy_tree(ROOT, copy := Path(folder) / "tree")
+        for area, change in todo:
+            results[change.name] = try_change(area, change, copy, options.marker)
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(results[change.name]) + "\n")
+        # Where a mutant survived, the tests are green without one. Elsewhere they may be red by themselves.
+        for area in {area.name: area for area, _ in todo}.values():
+            if all(results[change.name]["red"] for other, change in todo if other is area):
+                red, _ = run_tests(copy, area.tests, options.marker)
+                if red:
+                    raise SystemExit(f"{area.name}: {red} is red without a mutant too.")
+
+
+def main() -> int:
+    """Try the sample, and print the score; return 1 if it is below the goal."""
+    options = parse_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     areas = read_areas(options.only)
     drawn = {area.name: area.sample(ROOT, options.seed) for area in areas}
     results = read_results(options.results)
     part, parts = map(int, options.shard.split("/"))
-    if not options.list:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        for name in _IMPORTED_FIRST:
-            import_module(name)
-        gc.freeze()
-        memory = MEMORY if MEMORY.is_dir() and os.statvfs(MEMORY).f_bavail * os.statvfs(MEMORY).f_bsize > ROOM else None
-        with tempfile.TemporaryDirectory(dir=memory, prefix="mutation-", ignore_cleanup_errors=True) as folder:
-            copy_tree(ROOT, copy := Path(folder) / "tree")
-            for area in areas:
-                todo = [
-                    change
-                    for change in drawn[area.name][part::parts]
-                    if change.name not in results or (options.again and not results[change.name]["red"])
-                ]
-                if not todo:
-                    continue
-                red, seconds = run_tests(copy, area.tests, options.marker)
-                print(f"{area.name}: {red or 'green'} without a change, {seconds:.0f} s", flush=True)
-                if red:
-                    raise SystemExit((copy.parent / "output").read_text(encoding="utf-8"))
-                for change, red, seconds in try_changes(area, todo, copy, options.marker):
-                    result = {"name": change.name, "red": red, "seconds": round(seconds, 1), **asdict(change)}
-                    results[change.name] = result
-                    with options.results.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(result) + "\n")
-                    print("killed  " if red else "SURVIVED", change.name, red, f"{seconds:.0f} s", flush=True)
+    todo = [
+        (area, change)
+        for area, change in in_turn({name: sample[part::parts] for name, sample in drawn.items()}, areas)
+        if change.name not in results or (options.again and not results[change.name]["red"])
+    ]
+    if todo and not options.list:
+        try_all(todo, results, options)
     print(table(areas, results, drawn))
     known = [results[change.name] for area in areas for change in drawn[area.name] if change.name in results]
     score = sum(bool(result["red"]) for result in known) / max(len(known), 1)
