@@ -53,8 +53,6 @@ _COMPUTED: Mapping[type, str] = {
     ast.Div: "*",
     ast.FloorDiv: "*",
     ast.Mod: "//",
-    ast.BitOr: "&",
-    ast.BitAnd: "|",
 }
 _SAID = ("_logger", "add_note", "warn", "warning", "warning_once", "debug", "info", "shown", "described")
 
