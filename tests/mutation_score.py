@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ RESULTS = ROOT / "build" / "mutation_score.jsonl"
 SEED = 1
 LIMIT = 200  # seconds for the tests of a mutant; an endless loop is noticed too
 # Imported once, before each mutant gets a process of its own: packages of others only.
+_QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins among them
 _IMPORTED_FIRST = ("torch", "transformers", "pytest", "torch._dynamo", "torch.distributed.tensor")
 _COMPARED: Mapping[type, str] = {
     ast.Lt: "<=",
@@ -306,7 +308,10 @@ def _test_here(copy: Path, tests: Sequence[str], marker: str, output: Path) -> N
         del sys.modules[name]
     code = 3
     try:
-        code = int(import_module("pytest").main([*FLAGS, "-m", marker, *tests]))
+        code = int(import_module("pytest").main([*FLAGS, *_QUIETLY, "-m", marker, *tests]))
+    except BaseException:  # the process ends here, and says nothing by itself
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         os._exit(code)
