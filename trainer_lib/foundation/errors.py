@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer_lib.foundation.error_values import shown
-from trainer_lib.foundation.notebook_tracebacks import hide_library_frames, notebook_shell
 
 
 class TrainerLibError(Exception):
@@ -16,6 +15,8 @@ class TrainerLibError(Exception):
 
     def _render_traceback_(self) -> Any:
         """Return the traceback as IPython shows it: the line that you wrote, without the library's frames."""
+        from trainer_lib.foundation.notebook_tracebacks import hide_library_frames, notebook_shell
+
         hide_library_frames(self)
         shown_by = notebook_shell().InteractiveTB
         return shown_by.structured_traceback(type(self), self, self.__traceback__, tb_offset=1)

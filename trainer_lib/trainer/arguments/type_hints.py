@@ -17,7 +17,10 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls)
     except (NameError, AttributeError):  # imported for type checkers only, or local to a function
-        return {field.name: Any if isinstance(field.type, str) else field.type for field in dataclasses.fields(cls)}
+        base = next((base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)), None)
+        types_of_base = {} if base is None else field_types(base)  # a field's own type is what a parser left there
+        own = {field.name: field.type for field in dataclasses.fields(cls) if field.name not in types_of_base}
+        return types_of_base | {name: Any if isinstance(hint, str) else hint for name, hint in own.items()}
 
 
 def members(hint: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from torch import nn
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
-from trainer_lib.foundation.notebook_tracebacks import hide_library_frames
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, MEMBERS, OVERRIDES, RENAMED
@@ -62,6 +61,8 @@ def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[C
         try:
             return cast(Any, method)(self, *positional, **options)
         except Exception as error:
+            from trainer_lib.foundation.notebook_tracebacks import hide_library_frames
+
             hide_library_frames(error)
             raise
 
