@@ -101,12 +101,13 @@ def main() -> None:
         accelerator=accelerator,
     )
     trainer.fit()
-    assert trainer.model is not None
-    accelerator.strategy.average_weights(trainer.unwrapped_model)
+    strategy = accelerator.strategy
+    assert isinstance(strategy, WeightAveraging)
+    strategy.average_weights(trainer.unwrapped_model)
     accuracy = trainer.evaluate()["eval_accuracy"]
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.unwrapped_model.parameters()])
     (spread,) = (accelerator.gather(weights[None]) - weights).abs().max()[None]
-    accelerator.print(f"\naccuracy {accuracy:.2%}, {accelerator.strategy.sent:,} numbers sent by each rank")
+    accelerator.print(f"\naccuracy {accuracy:.2%}, {strategy.sent:,} numbers sent by each rank")
     accelerator.print(f"largest difference between the weights of ranks: {spread:.1g}")
     accelerator.end_training()
 

@@ -22,4 +22,4 @@ def disagreements(tag: str, root: Path = ROOT) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(disagreements(*sys.argv[1:])) or None)
+    sys.exit("\n".join(disagreements(sys.argv[1])) or None)
