@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.strategies.test_deepspeed import needs_deepspeed
+from tests.trainer.fit.test_sequence_parts import llama
 from tests.trainer.fit.test_sharded_runs import assert_same, run
 from tests.trainer.tasks import arguments, trainer
 from trainer_lib import ConfigurationError, DeepSpeedPlugin, UnsupportedError
@@ -110,6 +111,24 @@ def test_a_run_that_was_killed_resumes_in_the_same_and_in_other_worlds(tmp_path:
         tolerance = 0.0 if name == "same" else 1e-5
         for key, value in expected.items():
             torch.testing.assert_close(actual[key], value, rtol=tolerance, atol=tolerance / 10)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_a_model_of_transformers_trains_in_shards_as_in_replicas() -> None:
+    def losses(**options: Any) -> list[float]:
+        made = trainer(
+            arguments(max_steps=3, log_every=1, per_device_train_batch_size=2, **options), loss_fn=None, **llama()
+        )
+        return [entry["loss"] for entry in made.fit().history if "loss" in entry]
+
+    def both() -> tuple[list[float], list[float]]:
+        return losses(), losses(deepspeed=config(3))
+
+    for replicated, sharded in run_forked(both, (), 2, timeout=100):
+        assert len(sharded) == 3
+        assert sharded == pytest.approx(replicated, rel=1e-6)
 
 
 def test_arguments_fill_what_is_auto_from_a_file(tmp_path: Path) -> None:
