@@ -182,6 +182,7 @@ SLEEPS = """
 import os, signal, sys, time
 from pathlib import Path
 def end(number, frame):
+    time.sleep(2)  # as long as a save takes
     Path(f"ended_{os.environ['RANK']}").touch()
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
@@ -205,14 +206,16 @@ def test_machines_form_a_world_and_an_exit_code_comes_back(tmp_path: Path, hostf
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_signal_reaches_the_machines(tmp_path: Path, hostfile: Path) -> None:
+def test_a_signal_reaches_the_machines_and_the_launcher_waits_for_them(tmp_path: Path, hostfile: Path) -> None:
     launcher = started(tmp_path, hostfile, SLEEPS)
     ends = time.monotonic() + 100
     while len(list(tmp_path.glob("ready_*"))) < 2 and time.monotonic() < ends:
         time.sleep(0.05)
     launcher.send_signal(signal.SIGTERM)
+    launcher.wait(timeout=100)
+    ended = len(list(tmp_path.glob("ended_*")))  # by then, and not only when the pipe of the output closes
     output = output_of(launcher)
-    assert len(list(tmp_path.glob("ended_*"))) == 2, output
+    assert ended == 2, output
     assert launcher.returncode == 128 + signal.SIGTERM, output
 
 

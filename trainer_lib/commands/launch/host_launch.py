@@ -1,6 +1,7 @@
 """A launch on the machines of DeepSpeed's hostfile: from one of them by pdsh, or on each of them (standard)."""
 
 import contextlib
+import re
 import shlex
 import shutil
 import signal
@@ -180,8 +181,10 @@ def _passed_on(program: str, hosts: Mapping[str, str], run_id: str) -> Generator
 
 def _signal(program: str, hosts: Sequence[str], run_id: str, number: int) -> None:
     """Send a signal to the launchers of a run, which have its name among their arguments."""
-    # The brackets keep the pattern from finding the shell that searches.
-    command = f"pkill -{int(number)} -f -- '--rdzv_id [{run_id[0]}]{run_id[1:]}'"
+    # From its beginning: pdsh, ssh and shells have the launcher's command among their own arguments.
+    python = re.sub(r"[^A-Za-z0-9/]", ".", sys.executable)
+    pattern = f"^{python} -m trainer_lib launch .*--rdzv_id {run_id}"
+    command = f"pkill -{int(number)} -f -- {shlex.quote(pattern)}"
     for shell in [_remote(program, host, command) for host in hosts]:
         shell.wait()
 
