@@ -104,3 +104,20 @@ def test_bfloat16_weights_are_computed_in_single_precision() -> None:
     AdaLomo([weight], lr=0.25).step()
     assert weight.dtype is torch.bfloat16
     assert weight.tolist() == [[0.75, 0.75], [0.75, 0.75]]
+
+
+def test_a_loaded_state_of_bfloat16_weights_is_not_rounded() -> None:
+    def optimizer() -> AdaLomo:
+        torch.manual_seed(0)
+        return AdaLomo(nn.Linear(5, 3, dtype=torch.bfloat16).parameters(), lr=0.1)
+
+    def step(adalomo: AdaLomo, seed: int) -> None:
+        for parameter in adalomo.param_groups[0]["params"]:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        adalomo.step()
+
+    whole, resumed = optimizer(), optimizer()
+    step(whole, 0)
+    resumed.load_state_dict(whole.state_dict())
+    for mine, other in zip(whole.state.values(), resumed.state.values(), strict=True):
+        torch.testing.assert_close(other, mine, rtol=0, atol=0)

@@ -129,11 +129,21 @@ class AdaLomo(_OneByOne):
         rate = group["lr"] * _root_mean_square(weight).clamp(min=smallest_scale)
         weight.mul_(1.0 - rate * group["weight_decay"]).sub_(rate * update)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; its moments stay in fp32, where torch would cast them to the type of the weights."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for parameter, number in zip(parameters, saved, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, torch.float32)
+
 
 def _moved(state: dict[str, Any], name: str, values: Tensor, weight_of_old: float) -> Tensor:
-    """Return a moving average, in fp32 whatever a checkpoint was cast to."""
+    """Return a moving average."""
     old, values = state.get(name), _reduced(values)
-    state[name] = values if old is None else old.float().lerp_(values, 1.0 - weight_of_old)
+    state[name] = values if old is None else old.lerp_(values, 1.0 - weight_of_old)
     return state[name]
 
 
