@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError
+from trainer_lib import Accelerator, ConfigurationError
 from trainer_lib.trainer.optim.lomo import AdaLomo, Lomo
 
 
@@ -121,3 +121,10 @@ def test_a_loaded_state_of_bfloat16_weights_is_not_rounded() -> None:
     resumed.load_state_dict(whole.state_dict())
     for mine, other in zip(whole.state.values(), resumed.state.values(), strict=True):
         torch.testing.assert_close(other, mine, rtol=0, atol=0)
+
+
+def test_an_accelerator_that_keeps_gradients_is_refused_by_the_name_of_the_optimizer() -> None:
+    given = arguments(optimizer="lomo", max_grad_norm=None)
+    message = r"optimizer='lomo' contradicts the accelerator.*Take another optimizer, or make .*in_backward=True"
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(given, accelerator=Accelerator(cpu=True))

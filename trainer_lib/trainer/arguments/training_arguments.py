@@ -183,7 +183,7 @@ class TrainingArguments(ArgumentsBase):
     optimizer: str = setting(
         OPTIMIZER,
         "adamw",
-        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw" '
+        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw", '
         '"apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit", '
         '"schedule_free_adamw"), or a dotted path.',
         check=checks.optimizer_name,

@@ -68,7 +68,7 @@ class TrainingArguments(ArgumentsBase):
 
         learning_rate: The learning rate at the end of the warm-up.
         optimizer: The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon",
-            "galore_adamw" "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree
+            "galore_adamw", "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree
             ("adamw_8bit", "schedule_free_adamw"), or a dotted path.
         optimizer_kwargs: Further arguments of the optimizer, such as {"betas": [0.9, 0.95]}.
         weight_decay: The weight decay for all parameters except norms, biases and vectors.

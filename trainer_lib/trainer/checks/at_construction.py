@@ -257,13 +257,7 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
         raise ConfigurationError(
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
-    in_backward = accelerator.memory_options.optimizer_in_backward
-    if in_backward != args.steps_in_backward:
-        raise ConfigurationError(
-            f"optimizer_in_backward={args.steps_in_backward} contradicts the accelerator, which was made with "
-            f"{in_backward}. Give TrainingArguments(optimizer_in_backward={in_backward}), or make the accelerator with "
-            f"kwargs_handlers=[MemoryKwargs(optimizer_in_backward={args.steps_in_backward})]."
-        )
+    _check_in_backward(accelerator.memory_options.optimizer_in_backward, args)
     ours = [name for name in ("gradient_checkpointing", "activation_offload") if getattr(args, name)]
     fsdp = accelerator.state.fsdp_plugin
     if ours and (accelerator.memory_options.saves_activations or (fsdp is not None and fsdp.activation_checkpointing)):
@@ -344,3 +338,17 @@ def _option(option: str, name: str) -> str:
 
 def _is_schedule(candidate: Any) -> bool:
     return hasattr(candidate, "step") and not isinstance(candidate, type)
+
+
+def _check_in_backward(is_on: bool, args: TrainingArguments) -> None:
+    """Raise if an accelerator of the user's updates weights at another time than the arguments say."""
+    wanted = args.steps_in_backward
+    if is_on == wanted:
+        return
+    by_optimizer = wanted and not args.optimizer_in_backward
+    option = f"optimizer={args.optimizer!r}" if by_optimizer else f"optimizer_in_backward={wanted}"
+    remedy = "Take another optimizer" if by_optimizer else f"Give TrainingArguments(optimizer_in_backward={is_on})"
+    raise ConfigurationError(
+        f"{option} contradicts the accelerator, which was made with optimizer_in_backward={is_on}. {remedy}, or make "
+        f"the accelerator with kwargs_handlers=[MemoryKwargs(optimizer_in_backward={wanted})]."
+    )
