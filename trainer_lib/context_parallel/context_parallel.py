@@ -24,10 +24,11 @@ class ContextParallel:
 
     Args:
         ranks: These ranks.
-        tp_size: How many ranks split the heads of the model's attention already.
+        tp_size: How many ranks split the heads of the model's attention already; `None`: not known, as with a plan of
+            the user's for tensor parallelism.
     """
 
-    def __init__(self, ranks: SequenceRanks, tp_size: int = 1) -> None:
+    def __init__(self, ranks: SequenceRanks, tp_size: int | None = 1) -> None:
         self._ranks, self._tp_size = ranks, tp_size
         self._places: list[Place] = []
 
@@ -44,7 +45,9 @@ class ContextParallel:
             ConfigurationError: If the ranks cannot share out its attention heads, where they have to.
         """
         for heads in use_context_parallel_attention(model):
-            if self._ranks.method == "ulysses" and not heads % self._tp_size:  # else tensor parallelism refuses
+            if self._ranks.method != "ulysses" or self._tp_size is None:  # then attention checks its heads
+                continue
+            if not heads % self._tp_size:  # else tensor parallelism refuses
                 check_heads(heads // self._tp_size, self._ranks.layout.size)
         self._places += places_of(model)
 

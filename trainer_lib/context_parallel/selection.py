@@ -23,6 +23,8 @@ def sequence_split(config: ParallelismConfig | None, device_type: str) -> Sequen
             "sp_backend and sp_attn_implementation say.",
             config.sp_size,
         )
-        return ContextParallel(SequenceRanks(mesh.get_group("sp"), "ulysses"), config.sizes["tp"])
+        has_plan = config.tp_handler is not None and config.tp_handler.plan is not None
+        tp_size = None if has_plan and config.tp_enabled else config.sizes["tp"]
+        return ContextParallel(SequenceRanks(mesh.get_group("sp"), "ulysses"), tp_size)
     handler = config.cp_handler or TorchContextParallelConfig()
     return ContextParallel(SequenceRanks(mesh.get_group("cp"), handler.method, handler.load_balance))

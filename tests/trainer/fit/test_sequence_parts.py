@@ -342,6 +342,25 @@ def test_heads_that_cannot_be_shared_out_are_an_error_before_anything_is_built()
 
 
 @pytest.mark.slow
+def test_heads_that_a_plan_leaves_whole_are_shared_out() -> None:
+    """With 6 heads on each of the ranks that split the other matrices, sp_size=2 has 3 for each."""
+
+    def body() -> int:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        plan = {"*.up_proj": "colwise", "*.gate_proj": "colwise", "*.down_proj": "rowwise"}
+        config = ParallelismConfig(tp_size=2, sp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 8, "num_hidden_layers": 1}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=9, num_attention_heads=6, **sizes))
+        model, tokens = accelerator.prepare(model), torch.arange(8).reshape(1, 8)
+        with accelerator.maybe_context_parallel([tokens], [1]):
+            return model(tokens).logits.shape[1]
+
+    assert run_world(body, (), 4, timeout=120) == [4] * 4
+
+
+@pytest.mark.slow
 def test_a_run_on_parts_resumes_evaluates_and_saves(tmp_path: Path) -> None:
     def run(folder: str, steps: int, resume: str, config: dict[str, Any]) -> tuple[list[Any], dict[str, float], Any]:
         losses, parts = Losses(), llama()
