@@ -20,7 +20,8 @@ from trainer_lib.commands.launch.launch_parser import parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.processes.ports import free_port
 
-# As pdsh does, with this machine for each host: %h, %n, %u and %% in the command are replaced.
+# As pdsh does, with this machine for each host: %h, %n, %u and %% in the command are replaced, and a command is
+# added that prints its exit code.
 PDSH = """#!{python}
 import subprocess, sys
 assert sys.argv[1:3] == ["-S", "-w"], sys.argv
@@ -29,7 +30,13 @@ for sign, value in (("%h", host), ("%n", "0"), ("%u", "root"), ("%%", "%")):
     command = command.replace(sign, value)
 with open("calls", "a") as file:
     print(host, file=file)
-sys.exit(subprocess.call(["sh", "-c", command]))
+shell = subprocess.Popen(["sh", "-c", command + ";echo XXRETCODE:$?"], stdout=subprocess.PIPE, text=True)
+code = 0
+for line in shell.stdout:
+    text, sign, number = line.partition("XXRETCODE:")
+    code = int(number) if sign else code
+    print(text, end="", flush=True)
+sys.exit(code)
 """
 
 
@@ -134,7 +141,7 @@ def test_each_machine_gets_its_command(hostfile: Path, monkeypatch: pytest.Monke
     assert list(commands) == ["localhost", "127.0.0.1"]
     world = "--num_machines 2 --num_processes 2 --main_process_ip localhost --main_process_port 29500"
     for rank, command in enumerate(commands.values()):
-        assert command.startswith(f"cd {Path.cwd()} && exec env ")
+        assert command.startswith(f"cd {Path.cwd()} && env ")
         assert "'NCCL_DEBUG=INFO 100%'" in command
         assert "--cpu --mixed_precision bf16 --use_deepspeed --zero_stage 3" in command
         assert world in command

@@ -112,7 +112,8 @@ def host_commands(values: LaunchValues, launch: HostLaunch, script: Sequence[str
         words = [sys.executable, "-m", "trainer_lib", "launch", *options]
         words += [word for name, value in of_host.items() for word in _as_option(name, value)]
         command = shlex.join(["env", *variables, *words, *script])
-        commands[host] = f"cd {shlex.quote(str(Path.cwd()))} && exec {command}"
+        # No exec: pdsh adds a command that prints the exit code.
+        commands[host] = f"cd {shlex.quote(str(Path.cwd()))} && {command}"
     return commands
 
 
