@@ -182,6 +182,9 @@ def test_all_ranks_do_the_same_about_a_save_that_ends_as_it_is_said_to_hang(tmp_
             if run.state.step == 6 and not run.is_main_process:
                 run.accelerator.checkpoints.background.report_hang("It hangs.")
                 threading.Timer(0.5, is_open.set).start()
+            if run.state.step == 9:  # by the end of the run, the save has ended
+                while run.accelerator.checkpoints.background.is_running:
+                    time.sleep(0.01)
 
     is_open, write = threading.Event(), CheckpointWriter.write
 

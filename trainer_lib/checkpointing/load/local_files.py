@@ -6,7 +6,6 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 from torch import Tensor
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
@@ -105,6 +104,8 @@ class _FilesOnDisk(LocalFiles):
         stamp, self._tensors = _checked.pop(self.folder, (None, {}))
         if stamp == self._stamp:
             return
+        import psutil
+
         self._tensors = {}
         size = sum(facts["size"] for facts in manifest.files.values()) * self._times  # of all ranks together
         self._may_keep = size <= psutil.virtual_memory().available * _MOST_OF_MEMORY
