@@ -77,6 +77,23 @@ def test_process_killed_by_a_signal_is_named_before_those_that_lost_it() -> None
     assert caught.value.exit_code == 128 + signal.SIGKILL
 
 
+def test_process_killed_is_named_though_it_ends_after_those_that_lost_it(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+
+    def die_slowly() -> None:
+        if os.environ["RANK"] == "0":
+            while not closed.exists():
+                pass
+            raise ConnectionResetError
+        os.closerange(3, 1000)  # the first that a process does that is killed, which others notice
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # ends the process, by a signal
+        closed.touch()
+        signal.pause()
+
+    with pytest.raises(ProcessFailedError, match="Process 1 of 2 was killed by SIGALRM"):
+        run_forked(die_slowly, timeout=LIMIT)
+
+
 def test_process_that_fails_ends_though_a_thread_of_its_own_waits() -> None:
     def fail_beside_a_thread() -> None:
         import threading

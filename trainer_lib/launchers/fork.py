@@ -23,6 +23,7 @@ from trainer_lib.processes.ports import free_port
 
 _GRACE = 5.0  # seconds that a process gets to end after SIGTERM
 _POLL = 0.1  # seconds between two checks for dead processes
+_INSTANT = 0.001  # seconds that suffice to see whether a process has closed its files
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
 
 
@@ -134,7 +135,10 @@ def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
         running = [worker for worker in workers if worker.is_running]
         failures = [failure for worker in workers if (failure := worker.failure())]
         if failures:
-            raise failed(failures, len(workers))
+            # A killed process closes its files, which other processes notice, before it counts as dead.
+            for worker in running:
+                worker.process.join(_INSTANT)  # waits for the end of one whose files are closed
+            raise failed(filter(None, (worker.failure() for worker in workers)), len(workers))
         if not running:
             return
         if deadline is not None and monotonic() > deadline:
