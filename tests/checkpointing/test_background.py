@@ -21,6 +21,7 @@ from trainer_lib.checkpointing.format.snapshot import Snapshots
 from trainer_lib.checkpointing.load.find import open_state
 from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
+from trainer_lib.filesystem import direct_files
 from trainer_lib.launchers import run_forked
 from trainer_lib.tensor_files.file_contents import Json, PickledTensors, Tensors
 
@@ -156,6 +157,27 @@ def test_the_thread_that_writes_yields_to_training(tmp_path: Path, monkeypatch: 
     accelerator.save_state(tmp_path / "now")
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert priorities == [19, own]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no direct writes")
+@pytest.mark.parametrize(("safe_serialization", "weights"), [(True, "model"), (False, "pytorch_model")])
+def test_only_a_background_save_bypasses_the_page_cache(
+    safe_serialization: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    class Watched(direct_files.DirectFile):
+        def __init__(self, file: Any) -> None:
+            opened.append(Path(file.name).stem)
+            super().__init__(file)
+
+    monkeypatch.setattr(direct_files, "DirectFile", Watched)
+    accelerator, *_ = trained(tmp_path)
+    accelerator.save_state(tmp_path / "now", safe_serialization=safe_serialization)
+    assert not opened
+    accelerator.save_state(tmp_path / "behind", safe_serialization=safe_serialization, background=True)
+    accelerator.wait_for_save()
+    assert {weights, "optimizer"} <= set(opened)
 
 
 def test_training_continues_during_a_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,11 @@ class ChecksummedFile:
 
     Args:
         path: The file.
+        bypasses_cache: Whether to write past the page cache, where the system allows it.
     """
 
-    def __init__(self, path: AnyPath) -> None:
-        self._file: Any = _opened(path)
+    def __init__(self, path: AnyPath, bypasses_cache: bool = False) -> None:
+        self._file: Any = _opened_directly(path) if bypasses_cache else path.open("wb")
         self._hash = xxh3_128()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="checksum")
 
@@ -69,7 +70,7 @@ class ChecksummedFile:
         return None
 
 
-def _opened(path: AnyPath) -> Any:
+def _opened_directly(path: AnyPath) -> Any:
     if not isinstance(path, Path) or not hasattr(os, "O_DIRECT"):
         return path.open("wb")
     from trainer_lib.filesystem.direct_files import DirectFile

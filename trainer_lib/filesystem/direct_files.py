@@ -1,6 +1,7 @@
 """Files whose large writes bypass the page cache, where the file system allows it.
 
-To write 1 GB into new pages of the cache takes more than a second of CPU time, which training needs.
+To write 1 GB into new pages of the cache takes more than a second of CPU time, which training beside a background save
+needs. Where nothing runs beside a save, the cache is faster.
 """
 
 import errno

@@ -43,14 +43,16 @@ class Tensors(Content):
     Args:
         tensors: The tensors.
         metadata: Strings to store in the header.
+        bypasses_cache: Whether to write past the page cache, as `write_tensors` does.
     """
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] | None = None
+    bypasses_cache: bool = False
 
     def write(self, path: AnyPath) -> str:
         """Write the file."""
-        return write_tensors(self.tensors, path, self.metadata)
+        return write_tensors(self.tensors, path, self.metadata, self.bypasses_cache)
 
     @property
     def size(self) -> int:
@@ -64,9 +66,15 @@ class Tensors(Content):
 
 @dataclass(frozen=True)
 class PickledTensors(Content):
-    """Tensors by name, as `torch.save` writes them."""
+    """Tensors by name, as `torch.save` writes them.
+
+    Args:
+        tensors: The tensors.
+        bypasses_cache: Whether to write past the page cache.
+    """
 
     tensors: Mapping[str, Tensor]
+    bypasses_cache: bool = False
 
     def write(self, path: AnyPath) -> str:
         """Write the file."""
@@ -74,7 +82,7 @@ class PickledTensors(Content):
         kept, aliases = without_aliases(self.tensors)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in kept.items()}
         # A Python file reports why it cannot write; torch's own does not.
-        with ChecksummedFile(path) as file:
+        with ChecksummedFile(path, self.bypasses_cache) as file:
             torch.save({name: kept[aliases.get(name, name)] for name in self.tensors}, cast(Any, file))
         return file.checksum
 

@@ -70,13 +70,19 @@ def unsupported_reason(tensor: Tensor) -> str | None:
     return None
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: AnyPath, metadata: Mapping[str, str] | None = None) -> str:
+def write_tensors(
+    tensors: Mapping[str, Tensor],
+    path: AnyPath,
+    metadata: Mapping[str, str] | None = None,
+    bypasses_cache: bool = False,
+) -> str:
     """Write a file of tensors, and return its checksum; a tensor with several names is stored once.
 
     Args:
         tensors: The tensors by name.
         path: The file.
         metadata: Strings to store in the header.
+        bypasses_cache: Whether to write past the page cache, which spares the cores of others and takes longer.
     """
     kept, aliases = without_aliases(tensors)
     for name, tensor in kept.items():
@@ -84,7 +90,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: AnyPath, metadata: Mappin
             raise CheckpointError(f"{name!r} {reason}, so it cannot be saved.")
     # Large dtypes first, so that each tensor is aligned to the size of its elements.
     order = sorted(kept, key=lambda name: (-kept[name].dtype.itemsize, name))
-    with ChecksummedFile(path) as file:
+    with ChecksummedFile(path, bypasses_cache) as file:
         file.write(_header({name: kept[name] for name in order}, {**aliases, **(metadata or {})}))
         for name in order:
             file.write(_bytes(kept[name]))

@@ -61,7 +61,8 @@ class Snapshots:
         for name, content in with_tensors.items():
             aliases = unique[name][1]
             tensors = {key: copies[name, aliases.get(key, key)] for key in content.tensors}
-            snapshot[name] = replace(content, tensors=tensors)
+            # The thread that writes them shares the cores with training.
+            snapshot[name] = replace(content, tensors=tensors, bypasses_cache=True)
         return snapshot
 
     def _copy_all(self, tensors: list[Tensor], left: Collection[int]) -> list[Tensor]:
