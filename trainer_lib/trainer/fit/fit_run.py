@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 
-from trainer_lib.checkpointing.load.local_files import forget_checked
 from trainer_lib.events import Control
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.processes.exit_codes import Interrupted, is_interactive
@@ -33,7 +32,10 @@ def fit(trainer: TrainerInterface, resume: str | AnyPath | None = None) -> FitRe
         defaults.run_fingerprint(trainer),
     )
     with lease, numerics(args), ExitStack() as at_end:
-        at_end.callback(forget_checked)
+        if resume_point.checkpoint is not None:
+            from trainer_lib.checkpointing.load.local_files import forget_checked
+
+            at_end.callback(forget_checked)
         _begin(trainer, resume_point)
         if resume_point.is_finished and resume_point.folder is not None:
             return load_finished(trainer, resume_point.folder, resume_point.checkpoint)
