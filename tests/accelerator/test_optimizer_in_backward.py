@@ -93,14 +93,18 @@ def test_shards_are_those_of_an_ordinary_step() -> None:
     assert run_world(body, (), 2, timeout=120) == [True, True]
 
 
-def _of_split_matrices(in_backward: bool, sizes: dict[str, Any]) -> list[Tensor]:
+def _on_mesh(in_backward: bool, sizes: dict[str, Any], plugin: FullyShardedDataParallelPlugin | None) -> list[Tensor]:
     config = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(plan=WITH_VOCABULARY))
     handlers = [MemoryKwargs(optimizer_in_backward=in_backward)]
-    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, parallelism_config=config)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, parallelism_config=config, fsdp_plugin=plugin)
     model: Any = model_of(Plain)
     model, optimizer = accelerator.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
+    first = 4 * accelerator.data_group.rank
     for _ in range(2):
-        accelerator.backward(model(**default_collate(data(4)))["loss"])
+        batch = default_collate(data(8)[first : first + 4])
+        parts = [*batch.values()]
+        with accelerator.maybe_context_parallel(parts, [1] * len(parts), set(parts)):
+            accelerator.backward(model(**batch)["loss"])
         assert [p for p in model.parameters() if p.grad is not None] == [] or not in_backward
         optimizer.step()
         optimizer.zero_grad()
@@ -111,15 +115,35 @@ def _of_split_matrices(in_backward: bool, sizes: dict[str, Any]) -> list[Tensor]
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
 @pytest.mark.parametrize(
-    "sizes", [{"tp_size": 2}, pytest.param({"dp_shard_size": 2, "tp_size": 2}, marks=pytest.mark.slow)], ids="-".join
+    ("sizes", "shards"),
+    [
+        ({"tp_size": 2}, False),
+        ({"cp_size": 2}, True),
+        pytest.param({"sp_size": 2, "dp_shard_size": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2, "dp_shard_size": 2}, True, marks=pytest.mark.slow),
+    ],
 )
-def test_split_matrices_are_those_of_an_ordinary_step(sizes: dict[str, Any]) -> None:
+def test_parts_of_matrices_and_of_sequences_are_those_of_an_ordinary_step(sizes: dict[str, Any], shards: bool) -> None:
     def body() -> bool:
-        pairs = zip(_of_split_matrices(True, sizes), _of_split_matrices(False, sizes), strict=True)
+        plugin = FullyShardedDataParallelPlugin() if shards else None
+        pairs = zip(_on_mesh(True, sizes, plugin), _on_mesh(False, sizes, plugin), strict=True)
         return all(torch.equal(actual, expected) for actual, expected in pairs)
 
     ranks = 2 * len(sizes)
     assert run_world(body, (), ranks, timeout=120) == [True] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["dp_replicate_size", "cp_size"])
+def test_split_matrices_that_are_averaged_after_the_backward_are_refused(other: str) -> None:
+    def body() -> str:
+        with pytest.raises(UnsupportedError) as refused:
+            _on_mesh(True, {"tp_size": 2, other: 2}, None)
+        return str(refused.value)
+
+    for text in run_world(body, (), 4, timeout=60):
+        assert "weights that are not sharded are averaged after it: " in text
+        assert "Shard all weights over all ranks (dp_shard_size)" in text
 
 
 def test_gradients_that_are_averaged_later_are_refused() -> None:

@@ -276,7 +276,7 @@ class TrainingArguments(ArgumentsBase):
         DEVICES,
         False,
         "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient; without "
-        "accumulation and clipping, on one device or with FSDP2.",
+        "accumulation and clipping, on one device, with FSDP2, or with `tp_size` alone.",
     )
     chunked_cross_entropy: bool = setting(
         DEVICES,
