@@ -34,6 +34,8 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "tp2_cp2_dp2": (8, {"dp_replicate_size": 2, "tp_size": 2, "cp_size": 2}),
     "tp2_cp2_fsdp2": (8, {"dp_shard_size": 2, "tp_size": 2, "cp_size": 2}),
     "tp2_sp2_fsdp2": (8, {"dp_shard_size": 2, "tp_size": 2, "sp_size": 2}),
+    "pp2_tp2_cp2": (8, {"pp_size": 2, "tp_size": 2, "cp_size": 2}),
+    "pp2_sp2_fsdp2": (8, {"dp_shard_size": 2, "pp_size": 2, "sp_size": 2}),
     "tp2_hsdp4": (8, {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}),
 }
 # Meshes with cut sequences and whole matrices.

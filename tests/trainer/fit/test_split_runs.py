@@ -83,7 +83,7 @@ def steps(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2_dp2", "tp4", "pp2_dp2"])
+@pytest.mark.parametrize("mesh", ["tp2_dp2", "tp4", "pp2_dp2", "pp2_tp2_cp2", "pp2_sp2_fsdp2"])
 def test_each_step_is_that_of_one_process(mesh: str, steps: int) -> None:
     def run(mesh: str) -> Any:
         return _run(mesh, samples=21, max_steps=steps, eval_every=2)
