@@ -38,6 +38,7 @@ def as_dict(samples: list[Any]) -> dict[str, Any]:
         (TensorDataset(tensors()[0]), {"sampler": [3, -1, 0]}, True),
         (Subset(TensorDataset(*tensors()), [7, 2, 9]), {"shuffle": True}, True),
         (Doubled(*tensors()), {}, False),
+        (TensorDataset(*tensors()), {"batch_sampler": [[[0, 1], [2, 3]]], "batch_size": 1, "num_workers": 1}, False),
         (Subset(Subset(TensorDataset(*tensors()), [7, 2, 9]), [2, 1]), {}, False),
         (TensorDataset(*tensors()), {"collate_fn": as_dict}, False),
         (TensorDataset(*tensors()), {"batch_size": None}, False),

@@ -39,7 +39,7 @@ def read_batch(dataset: Any, keys: Sequence[Any]) -> ReadBatch | None:
             return read_batch(dataset.dataset, [dataset.indices[key] for key in keys])
         return None
     rows = np.array(keys)
-    if rows.dtype.kind != "i":
+    if rows.dtype.kind != "i" or rows.ndim != 1:
         return None
     is_worker, columns = get_worker_info() is not None, ReadBatch()
     try:
@@ -72,7 +72,8 @@ def rows_of_array(column: np.ndarray[Any, Any], rows: Rows) -> Tensor:
         return torch.from_numpy(column[rows])
     if get_worker_info() is None or not 0 <= rows.min() <= rows.max() < len(column):
         return torch.from_numpy(column.take(rows, 0))  # faster than indices, and than torch
-    out = worker_memory((len(rows), *column.shape[1:]), torch.from_numpy(column[:0]).dtype)
+    dtype = torch.from_numpy(column[:0].copy()).dtype  # a copy, since torch warns of arrays that cannot be written to
+    out = worker_memory((len(rows), *column.shape[1:]), dtype)
     if out is None:
         return torch.from_numpy(column.take(rows, 0))
     column.take(rows, 0, out=out.numpy(), mode="clip")  # the default mode, "raise", would write into a buffer first
