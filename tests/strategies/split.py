@@ -73,10 +73,11 @@ LLAMA_SEQUENCES = {
 }
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, max_position_embeddings=32, **_SMALL))
+    sizes: dict[str, Any] = {**_SMALL, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, max_position_embeddings=32, **sizes))
 
 
 def qwen() -> nn.Module:

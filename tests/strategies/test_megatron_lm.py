@@ -1,5 +1,6 @@
 """Training with Megatron-LM's options: the numbers of one process."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.strategies.split import LENGTH, VOCABULARY, llama, model_of
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.data_loader.megatron_lm.indexed_dataset import write_indexed_dataset
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.utils import MegatronLMPlugin, avg_losses_across_data_parallel_group
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -90,3 +92,27 @@ def test_scripts_of_the_chapter_have_the_losses_of_one_process(tmp_path: Path) -
         arguments = micro_batches, options, text, tmp_path / str(ranks)
         for found in run_world(datasets, arguments, ranks, timeout=300):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(of_datasets), rtol=1e-6, atol=0)
+
+
+def blocks_held(size: int) -> list[int] | str:
+    """Return the blocks of a model that this rank holds, with stages of some blocks."""
+    plugin = MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=size)
+    whole: Any = model_of(partial(llama, 4))
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    try:
+        accelerator.prepare(whole)
+    except ConfigurationError as error:
+        return str(error)
+    return [number for number, block in enumerate(whole.model.layers) if any(True for _ in block.parameters())]
+
+
+@pytest.mark.slow
+def test_several_stages_on_each_rank_have_the_losses_of_one_process() -> None:
+    assert run_world(blocks_held, (1,), 2) == [[0, 2], [1, 3]]
+    for size, message in ((2, "Interleaved1F1B takes stages_per_rank=at least 2"), (3, "blocks do not fill stages")):
+        assert all(message in str(told) for told in run_world(blocks_held, (size,), 2))
+    (expected,) = run_world(own_step, (4, {}, 4), 1, timeout=300)
+    options = {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    for losses, _, evaluated in run_world(own_step, (4, options, 4), 2, timeout=300):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
+        assert evaluated == pytest.approx(expected[2], rel=1e-6)

@@ -24,6 +24,8 @@ class TorchPipelineParallelConfig:
             "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV". `None`: one after the other,
             without overlap.
         stages_per_rank: How many stages each rank holds; by default 1, and 2 for schedules that need several.
+        blocks_per_stage: How many blocks each stage holds; `stages_per_rank` follows once the model is known. By
+            default stages have as equal numbers of weights as possible.
 
     Example:
         >>> TorchPipelineParallelConfig(blocks="encoder.layer.*").blocks
@@ -33,6 +35,7 @@ class TorchPipelineParallelConfig:
     blocks: str | Sequence[str] | None = None
     schedule: str | None = "1F1B"
     stages_per_rank: int | None = None
+    blocks_per_stage: int | None = None
 
     def __post_init__(self) -> None:
         """Check the types; names are checked with the model."""
@@ -45,11 +48,42 @@ class TorchPipelineParallelConfig:
             )
         if self.schedule is not None:
             self.schedule = schedule_name(self.schedule)
+        if self.blocks_per_stage is not None:
+            check_count("blocks_per_stage", self.blocks_per_stage)
+            if self.stages_per_rank is not None:
+                raise ConfigurationError(
+                    f"stages_per_rank={self.stages_per_rank} and blocks_per_stage={self.blocks_per_stage} both say how "
+                    "many stages there are. Give one of them."
+                )
+            return
         if self.stages_per_rank is None:
             self.stages_per_rank = 1 if self.schedule in (None, *SINGLE) else 2
         check_count("stages_per_rank", self.stages_per_rank)
         if self.schedule is not None:
             check_schedule(self.schedule, self.stages_per_rank)
+
+
+def stages_per_rank_of(config: TorchPipelineParallelConfig, num_blocks: int, pp_size: int) -> int:
+    """Return how many stages of `blocks_per_stage` blocks each rank holds.
+
+    Raises:
+        ConfigurationError: If the blocks do not fill them, or the schedule does not run so many.
+
+    Example:
+        >>> stages_per_rank_of(TorchPipelineParallelConfig(schedule="LoopedBFS", blocks_per_stage=2), 8, 2)
+        2
+    """
+    size = config.blocks_per_stage or 1
+    stages, rest = divmod(num_blocks, size * pp_size)
+    if rest or not stages:
+        raise ConfigurationError(
+            f"The model's {num_blocks} blocks do not fill stages of {size} on {pp_size} ranks (blocks_per_stage, or "
+            f"num_layers_per_virtual_pipeline_stage of Megatron-LM). Their product, {size * pp_size}, must divide the "
+            "number of blocks."
+        )
+    if config.schedule is not None:
+        check_schedule(config.schedule, stages)
+    return stages
 
 
 def schedule_name(name: str) -> str:

@@ -108,6 +108,7 @@ class AcceleratorState(ProcessControl):
                 parallelism_config = ParallelismConfig(
                     **megatron_lm_plugin.mesh_sizes(partial.num_processes),
                     tp_handler=megatron_lm_plugin.matrix_splitting,
+                    pp_handler=megatron_lm_plugin.pipeline,
                 )
             arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes, torch_tp_plugin)
             self._mixed_precision, self._asked = precision, asked

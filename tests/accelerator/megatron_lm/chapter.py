@@ -63,7 +63,7 @@ def _rows(count: int) -> Any:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def own_step(micro_batches: int, options: dict[str, Any]) -> tuple[list[float], list[float], float]:
+def own_step(micro_batches: int, options: dict[str, Any], layers: int = 2) -> tuple[list[float], list[float], float]:
     """Train with a step of the script's own, and evaluate: the losses, the rates, and the loss on other data."""
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(num_micro_batches=micro_batches, **options))
     assert accelerator.distributed_type == DistributedType.MEGATRON_LM
@@ -71,7 +71,7 @@ def own_step(micro_batches: int, options: dict[str, Any]) -> tuple[list[float], 
     assert plugin is not None
     plugin.custom_train_step_class = KeyTokens
     plugin.custom_train_step_kwargs = {"keytoken_ids": [3, 5], "alpha": 0.25}
-    model: Any = model_of(llama)
+    model: Any = model_of(partial(llama, layers))
     replicas = accelerator.data_group.size
     rows = _rows(UPDATES * MICRO_BATCH * micro_batches * replicas)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -296,7 +296,20 @@ def test_generation_calls_the_model_itself() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         generated = model.eval().generate(TOKENS[:1], max_new_tokens=2, do_sample=False)
+        greedy = model.megatron_generate(TOKENS[:1], max_new_tokens=2, top_k=1)
+        torch.manual_seed(0)
+        sampled = model.megatron_generate(TOKENS[:1], max_new_tokens=2, temperature=2.0, top_p=0.9)
+        torch.manual_seed(0)
+        options = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "top_k": 0}
+        expected = model.generate(TOKENS[:1], max_new_tokens=2, **options)
+        beams = model.megatron_generate(TOKENS[:1], max_length=LENGTH + 2, num_beams=2)
     assert generated.shape[1] > LENGTH
+    assert greedy.tolist() == generated.tolist()
+    assert sampled.tolist() == expected.tolist()
+    assert beams.shape[1] == LENGTH + 2
+    plain: Any = as_engine(accelerator, nn.Linear(1, 1))
+    with pytest.raises(ConfigurationError, match=r"megatron_generate needs a model with generate"):
+        plain.megatron_generate(TOKENS)
     assert model(input_ids=TOKENS).loss.ndim == 0
     del accelerator
     with pytest.raises(StateError, match="The Accelerator that prepared this model no longer exists"):

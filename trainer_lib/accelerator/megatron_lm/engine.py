@@ -57,6 +57,53 @@ class MegatronEngine(nn.Module):
         """
         return self.megatron_windows.update(batch_data)
 
+    def megatron_generate(
+        self,
+        inputs: Tensor,
+        attention_mask: Tensor | None = None,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        length_penalty: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the tokens of the inputs and those that follow: sampled, unless `num_beams` or `top_k=1` is given.
+
+        Args:
+            inputs: The tokens to begin with, [batch, length].
+            attention_mask: Which of them are no padding.
+            max_length: The length of the result, at most.
+            max_new_tokens: The same without the inputs.
+            num_beams: Search with so many beams.
+            temperature: What the scores are divided by (1).
+            top_k: Sample among so many tokens; 0: among all.
+            top_p: Sample among the tokens whose probabilities add up to this; 0: among all.
+            length_penalty: The exponent of the length by which beams are divided.
+            **kwargs: Further options of the model's `generate`.
+
+        Raises:
+            ConfigurationError: If the model cannot generate.
+        """
+        generate: Any = getattr(self, "generate", None)
+        if generate is None:
+            raise ConfigurationError(
+                f"megatron_generate needs a model with generate(), such as those of transformers (got "
+                f"{type(self).__name__}). Generate tokens in a loop over calls of the model by position."
+            )
+        samples = num_beams is None and top_k != 1
+        options = {
+            "attention_mask": attention_mask, "max_length": max_length, "max_new_tokens": max_new_tokens,
+            "num_beams": num_beams, "temperature": temperature if samples else None,
+            "top_k": (top_k or 0) if samples else None, "top_p": (top_p or 1.0) if samples else None,
+            "length_penalty": length_penalty,
+        }  # fmt: skip
+        given = {name: value for name, value in options.items() if value is not None}
+        with torch.no_grad():
+            return generate(inputs, do_sample=samples, **given, **kwargs)
+
     def eval_step(self, **batch_data: Any) -> dict[str, Any]:
         """Return the values that the step reports for a batch, without gradients."""
         return self.megatron_windows.evaluated(batch_data)

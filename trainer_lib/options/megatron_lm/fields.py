@@ -4,6 +4,8 @@ MAPPED = {
     "tp_degree": "`ParallelismConfig(tp_size=…)`",
     "pp_degree": "`ParallelismConfig(pp_size=…)`",
     "context_parallel_size": "`ParallelismConfig(cp_size=…)`",
+    "num_layers_per_virtual_pipeline_stage": "`TorchPipelineParallelConfig(schedule='Interleaved1F1B', "
+    "blocks_per_stage=…)`: several stages on each rank",
     "num_micro_batches": "`gradient_accumulation_steps`; loops need `with accelerator.accumulate(model)`",
     "gradient_clipping": "the norm to which each optimizer step clips; 0: none",
     "use_distributed_optimizer": "FSDP2 over the ranks that replicate (`reshard_after_forward=False`)",
@@ -61,8 +63,6 @@ _EXPERTS = "experts are spread over the ranks of tp_degree, by the model's own p
 REFUSED = {
     "decoder_last_pipeline_num_layers": "stages are cut so that the largest has as few weights as possible. Name other "
     "places in TorchPipelineParallelConfig(blocks=…)",
-    "num_layers_per_virtual_pipeline_stage": "stages are counted. Give ParallelismConfig(pp_handler="
-    "TorchPipelineParallelConfig(schedule='Interleaved1F1B', stages_per_rank=…))",
     "pipeline_model_parallel_split_rank": "a model with an encoder and a decoder is not cut into stages",
     "attention_backend": "it is the model's. Give from_pretrained(…, attn_implementation=…)",
     "attention_dropout": _MODEL,

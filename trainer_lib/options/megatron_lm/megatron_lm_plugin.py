@@ -13,6 +13,7 @@ from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
 from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
 from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_schedule, schedule_steps
+from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 
 _COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches")
@@ -66,7 +67,7 @@ class MegatronLMPlugin:
         recompute_activations: Recompute the activations of all blocks in the backward.
         use_distributed_optimizer: Shard gradients and optimizer states over the ranks that would replicate a model.
         pipeline_model_parallel_split_rank: Refused.
-        num_layers_per_virtual_pipeline_stage: Refused.
+        num_layers_per_virtual_pipeline_stage: The blocks of a stage; each rank holds several stages.
         is_train_batch_min: Whether `global_batch_size` counts the smallest batches of several loaders.
         train_iters: The updates of the training, for schedules and datasets.
         train_samples: The same in samples.
@@ -256,6 +257,12 @@ class MegatronLMPlugin:
         return {"dp_replicate_size": replicas, "dp_shard_size": parts, **sizes}
 
     @property
+    def pipeline(self) -> TorchPipelineParallelConfig | None:
+        """How the model is cut into stages; `None`: one stage on each rank."""
+        size = self.num_layers_per_virtual_pipeline_stage
+        return None if size is None else TorchPipelineParallelConfig(schedule="Interleaved1F1B", blocks_per_stage=size)
+
+    @property
     def matrix_splitting(self) -> TorchTensorParallelConfig | None:
         """How matrices are split; `None`: as usual."""
         splits = self.sequence_parallelism and (self.tp_degree or 1) > 1 and self.pp_degree == 1
@@ -311,6 +318,13 @@ class MegatronLMPlugin:
             )
         check_schedule(self)
         self._check_recomputation()
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            check_count("num_layers_per_virtual_pipeline_stage", self.num_layers_per_virtual_pipeline_stage)
+            if self.pp_degree == 1:
+                raise ConfigurationError(
+                    f"num_layers_per_virtual_pipeline_stage={self.num_layers_per_virtual_pipeline_stage} cuts the "
+                    "stages of a pipeline, and pp_degree is 1. Give pp_degree=…, or leave it out."
+                )
         if self.optimizer_cpu_offload and not self.shards:
             raise ConfigurationError(
                 "optimizer_cpu_offload=True needs use_distributed_optimizer=True or use_custom_fsdp=True (got neither)."

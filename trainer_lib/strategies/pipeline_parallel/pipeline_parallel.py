@@ -9,9 +9,15 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.modules.block_split import find_blocks
 from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.pipeline_options import SPLIT_BACKWARD, TorchPipelineParallelConfig, ranks_of_stages
+from trainer_lib.options.pipeline_options import (
+    SPLIT_BACKWARD,
+    TorchPipelineParallelConfig,
+    ranks_of_stages,
+    stages_per_rank_of,
+)
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
@@ -88,9 +94,7 @@ class PipelineParallel(FSDP):
         assert mesh is not None
         self._exchange = StageExchange(mesh.get_group("pp"), device)
         self._facts = WindowFacts(self._exchange)
-        per_rank = self._config.stages_per_rank or 1
-        self._ranks = ranks_of_stages(self._config.schedule, self._exchange.size, per_rank)  # of each stage
-        self._stages = [stage for stage, rank in enumerate(self._ranks) if rank == self._exchange.rank]
+        self._hold_stages(self._config.stages_per_rank or 1)
 
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Cut the model, and return one whose calls run all stages."""
@@ -229,12 +233,29 @@ class PipelineParallel(FSDP):
         self._counted_elsewhere.clear()
 
     def _splitting(self, model: nn.Module) -> Splitting:
-        num_stages = self._exchange.size * len(self._stages)
-        gates = StageGates(Cut.of(model, self._config.blocks, num_stages))
+        gates = StageGates(self._cut(model))
         self._pipelines.append(_Pipeline(model, WholeModel(model), gates))
         splitting = _StageSplitting(self._replicas, gates, self._stages, self._matrix_splitting(model))
         splitting.shards = self._shards
         return splitting
+
+    def _hold_stages(self, per_rank: int) -> None:
+        self._ranks = ranks_of_stages(self._config.schedule, self._exchange.size, per_rank)  # of each stage
+        self._stages = [stage for stage, rank in enumerate(self._ranks) if rank == self._exchange.rank]
+
+    def _cut(self, model: nn.Module) -> Cut:
+        size = self._config.blocks_per_stage
+        if size is None:
+            return Cut.of(model, self._config.blocks, len(self._ranks))
+        blocks = find_blocks(model, self._config.blocks)
+        per_rank = stages_per_rank_of(self._config, len(blocks), self._exchange.size)
+        if self._pipelines and per_rank != len(self._stages):
+            raise UnsupportedError(
+                f"blocks_per_stage={size} makes {per_rank} stages on a rank for this {type(model).__name__}, and the "
+                f"model before it has {len(self._stages)}. Give stages_per_rank instead."
+            )
+        self._hold_stages(per_rank)
+        return Cut.of(model, self._config.blocks, len(self._ranks), blocks[size::size])
 
     def _matrix_splitting(self, model: nn.Module) -> Splitting:
         """Return how the matrices of the whole model are split over the ranks of `tp`."""
