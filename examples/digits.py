@@ -4,8 +4,8 @@
     python examples/digits.py --output_dir runs --num_train_epochs 30
     trainer-lib launch --cpu --num_processes 2 examples/digits.py
 
-It evaluates after each epoch, keeps the best checkpoint, and ends with what it learned. Two processes learn the same as
-one: an update is made of 64 images, however many processes share them.
+It evaluates after each epoch, keeps the best checkpoint, and ends with what it learned. Two
+processes learn the same as one: an update is made of 64 images, however many processes share them.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python examples/lora.py
     trainer-lib launch --cpu --num_processes 2 examples/lora.py
 
-The lines are from Python's own library, and the weights come in a package, so nothing is downloaded. Only the adapters
-and the head are trained, and checkpoints hold them alone.
+The lines are from Python's own library, and the weights come in a package, so nothing is downloaded.
+Only the adapters and the head are trained, and checkpoints hold them alone.
 """
 
 import argparse
@@ -39,7 +39,12 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(weights, num_labels=len(KINDS))
-    adapters = LoraConfig(r=16, lora_alpha=32, target_modules=["query", "value"], modules_to_save=["classifier"])
+    adapters = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=["query", "value"],
+        modules_to_save=["classifier"],
+    )
     trainer = Trainer(
         get_peft_model(model, adapters),
         TrainingArguments(
@@ -94,11 +99,15 @@ def classify(weights: Path, folder: Path) -> None:
     model = PeftModel.from_pretrained(base, str(folder)).eval()
     size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix == ".safetensors")
     print(f"{size / 1024:.0f} KiB of adapters over {model.num_parameters() / 1e6:.1f} million parameters")
-    texts = ["for name, value in pairs:", "Return the mean of all values.", "This is slow, but nobody calls it often"]
+    texts = [
+        "with open(path, encoding='utf-8') as file:",
+        "This is slow, but nobody calls it often",
+        "Return the mean of all values.",
+    ]
     with torch.no_grad():
         shares = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(dim=1)
     for text, row in zip(texts, shares, strict=True):
-        print(f"{text:<42}" + "  ".join(f"{kind} {share:4.0%}" for kind, share in zip(KINDS, row, strict=True)))
+        print(f"{text:<44}" + "  ".join(f"{kind} {share:4.0%}" for kind, share in zip(KINDS, row, strict=True)))
 
 
 def find_weights() -> Path:
@@ -114,7 +123,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train adapters over a small language model.")
     parser.add_argument("--output_dir", default="runs", help="where runs and adapters are kept")
     parser.add_argument("--num_train_epochs", type=float, default=2)
-    parser.add_argument("--per_kind", type=int, default=400, help="lines of code, of comments and of docstrings")
+    parser.add_argument("--per_kind", type=int, default=400, help="lines of each kind")
     return parser.parse_args()
 
 
