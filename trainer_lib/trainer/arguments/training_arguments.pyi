@@ -252,7 +252,7 @@ class TrainingArguments(ArgumentsBase):
     learning_rate: float = 5e-05
     """The learning rate at the end of the warm-up."""
     optimizer: str = 'adamw'
-    """The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw"
+    """The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw",
     "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit",
     "schedule_free_adamw"), or a dotted path.
     """
