@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.accelerator import construction
-from trainer_lib.accelerator.absent_engines import AbsentEngines
 from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.accelerator.prepare_methods import PrepareMethods
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMethods, AbsentEngines):
+class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMethods):
     """Device placement, mixed precision, gradient accumulation, clipping and distributed training in one object.
 
     Args:

@@ -106,9 +106,7 @@ class PrepareMethods(CollectiveMethods):
                 f"device_placement must be a list with one value for each of the {len(args)} objects "
                 f"(got {device_placement!r})."
             )
-        args = tuple(
-            apply_config(self.state.deepspeed_plugin, args, self.window.state.num_steps, self.state.num_processes)
-        )
+        args = tuple(apply_config(self.state.deepspeed_plugin, args, self.window.state.num_steps, self.data_group.size))
         megatron_lm = self.state.megatron_lm_plugin
         if megatron_lm is not None:
             from trainer_lib.accelerator.megatron_lm.loaders import with_datasets
@@ -129,6 +127,11 @@ class PrepareMethods(CollectiveMethods):
             from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_windows
 
             let_models_compute_windows(cast(Any, self), prepared)
+        if self.state.deepspeed_plugin is not None and self.sequence_split.ranks is not None:
+            from trainer_lib.context_parallel.part_loader import with_parts
+
+            models = [self.strategy.bare(value) for value in prepared if isinstance(value, nn.Module)]
+            prepared = with_parts(prepared, models, self.sequence_split)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
@@ -268,6 +271,11 @@ class PrepareMethods(CollectiveMethods):
         """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole."""
         from trainer_lib.data_loader import skip_first_batches
 
+        if self.sequence_split.ranks is not None:
+            from trainer_lib.context_parallel.part_loader import PartLoader
+
+            if isinstance(dataloader, PartLoader):
+                return dataloader.around(skip_first_batches(cast(Any, dataloader.loader), num_batches))
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:

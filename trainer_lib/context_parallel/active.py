@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer_lib.context_parallel.blocks import AttentionRule
 from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import UnsupportedError
 
 
 class CutSequences:
@@ -25,7 +25,7 @@ class CutSequences:
         attentions: How many attentions were computed over the ranks.
     """
 
-    _active: ClassVar["CutSequences | None"] = None
+    _in_use: ClassVar[list["CutSequences"]] = []  # an evaluation inside the loop over a training loader adds its own
 
     def __init__(
         self,
@@ -41,18 +41,16 @@ class CutSequences:
     @classmethod
     def active(cls) -> "CutSequences | None":
         """Return the sequences that are cut right now, if any are."""
-        return cls._active
+        return cls._in_use[-1] if cls._in_use else None
 
     @contextmanager
     def in_use(self) -> Generator["CutSequences"]:
         """Return the context in which attention runs over the ranks."""
-        if CutSequences._active is not None:
-            raise ConfigurationError("Sequences are cut already: do not use maybe_context_parallel inside itself.")
-        CutSequences._active = self
+        self._in_use.append(self)
         try:
             yield self
         finally:
-            CutSequences._active = None
+            self._in_use.remove(self)
 
     def attention(
         self,

@@ -60,6 +60,11 @@ class ContextParallel:
     ) -> Generator[None]:
         """Return the context in which tensors hold this rank's part of themselves, and attention runs over ranks."""
         tensors, dims, left_cut = checked_buffers(buffers, dims, left_cut)
+        if CutSequences.active() is not None:
+            raise ConfigurationError(
+                "Sequences are cut already: do not use maybe_context_parallel inside itself, or in a loop over a "
+                "loader of deepspeed_ulysses_dl_adapter."
+            )
         lengths = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)}
         if len(lengths) > 1:
             raise ConfigurationError(
@@ -93,6 +98,6 @@ class ContextParallel:
     ) -> Generator[CutSequences]:
         with ExitStack() as contexts:
             sequences = CutSequences(self._ranks, length, real_length, documents)
+            contexts.enter_context(intercepted(self._places))  # left after the sequences
             contexts.enter_context(sequences.in_use())
-            contexts.enter_context(intercepted(self._places))
             yield sequences

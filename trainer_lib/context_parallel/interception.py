@@ -33,8 +33,9 @@ def intercepted(places: Sequence[Place] = ()) -> Generator[None]:
     try:
         yield
     finally:
-        for file, name in everywhere:
-            setattr(file, name, _attention)
+        if CutSequences.active() is None:  # else an outer loop still has parts of sequences
+            for file, name in everywhere:
+                setattr(file, name, _attention)
 
 
 def places_of(model: nn.Module) -> list[Place]:

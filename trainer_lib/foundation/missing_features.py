@@ -59,10 +59,6 @@ def _description(feature: MissingFeature) -> str:
     return f"Not available: this version does not have {feature.name}. {feature.instead}"
 
 
-DEEPSPEED_SEQUENCES = MissingFeature(
-    "DeepSpeed's loader of sequences",
-    "Sequence parallelism runs without it: use maybe_context_parallel around forward and backward, or a Trainer.",
-)
 FSDP1_STEPS = MissingFeature(
     "Accelerate's separate steps of FSDP",
     "accelerator.prepare shards a model; accelerator.save_state, load_state and save_model write and read its weights.",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -110,7 +110,13 @@ class AcceleratorState(ProcessControl):
                     tp_handler=megatron_lm_plugin.matrix_splitting,
                     pp_handler=megatron_lm_plugin.pipeline,
                 )
-            arrangement = arrange(fsdp_plugin, parallelism_config, partial.num_processes, torch_tp_plugin)
+            arrangement = arrange(
+                fsdp_plugin,
+                parallelism_config,
+                partial.num_processes,
+                torch_tp_plugin,
+                zero_shards=deepspeed is not None,
+            )
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
@@ -308,9 +314,16 @@ def _check_alone(deepspeed: "DeepSpeedPlugins | None", arrangement: Arrangement)
     """Raise for what does not work together with DeepSpeed."""
     if deepspeed is None:
         return
-    for name in ("fsdp_plugin", "parallelism_config"):
-        if getattr(arrangement, name) is not None:
-            raise ConfigurationError(f"deepspeed_plugin and {name} both say how models are sharded. Give one of them.")
+    if arrangement.fsdp_plugin is not None:
+        raise ConfigurationError("deepspeed_plugin and fsdp_plugin both say how models are sharded. Give one of them.")
+    config = arrangement.parallelism_config
+    splits = [] if config is None else [name for name in ("pp", "tp") if config.sizes[name] > 1]
+    if config is not None and splits:
+        raise UnsupportedError(
+            f"{splits[0]}_size={config.sizes[splits[0]]} splits the model, and DeepSpeed shards whole ones. With "
+            "deepspeed_plugin, ParallelismConfig takes sp_size or cp_size and sizes of data parallelism; use "
+            "fsdp_plugin for the others."
+        )
 
 
 def _check_only_engine(*others: Any) -> None:

@@ -19,8 +19,17 @@ class Arrangement(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def arrange(fsdp_plugin: Any, parallelism_config: Any, num_processes: int, tp_plugin: Any = None) -> Arrangement:
+def arrange(
+    fsdp_plugin: Any, parallelism_config: Any, num_processes: int, tp_plugin: Any = None, *, zero_shards: bool = False
+) -> Arrangement:
     """Return the arrangement given by the arguments, or else by the launcher's variables.
+
+    Args:
+        fsdp_plugin: How models are sharded.
+        parallelism_config: The sizes of the mesh.
+        num_processes: The world size.
+        tp_plugin: How matrices are split, in the form of an older option.
+        zero_shards: DeepSpeed shards models over all ranks, so `dp_shard_size` asks for no FSDP.
 
     Raises:
         ConfigurationError: If they contradict each other, or do not fit the number of ranks.
@@ -37,7 +46,7 @@ def arrange(fsdp_plugin: Any, parallelism_config: Any, num_processes: int, tp_pl
         config = None  # a mesh of one rank is the default
     if config is not None:
         config.check_world(num_processes)
-        if config.dp_shard_enabled and plugin is None:
+        if config.dp_shard_enabled and plugin is None and not zero_shards:
             plugin = FullyShardedDataParallelPlugin()
     if plugin is None:
         return Arrangement(None, config, notes)

@@ -14,6 +14,7 @@ from trainer_lib.foundation.environment import (
     make_cublas_deterministic,
     megatron_lm_requested,
     mixed_precision_requested,
+    uses_parallelism_config,
 )
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.modules.activation_checkpointing import save_activation_memory
@@ -21,6 +22,7 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs
+from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.dispatched_models import dispatch
@@ -40,7 +42,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     if args.deepspeed is not None or deepspeed_requested():
         from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 
-        plugin = deepspeed_plugin(args, PartialState(args.use_cpu).num_processes)
+        plugin = deepspeed_plugin(args, _ranks_with_own_data(args))
         options["deepspeed_plugin"] = plugin
         precision = plugin.agreed_precision(precision)
     if megatron_lm_requested():
@@ -90,6 +92,13 @@ def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
             f"{of_process} × {num_processes} processes = {of_round}."
         )
     return steps
+
+
+def _ranks_with_own_data(args: TrainingArguments) -> int:
+    """Return the world size, or less where ranks share sequences."""
+    config = args.parallelism or (ParallelismConfig() if uses_parallelism_config() else None)
+    world_size = PartialState(args.use_cpu).num_processes
+    return world_size if config is None else world_size // config.non_data_parallel_size
 
 
 def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> nn.Module:

@@ -1,6 +1,5 @@
 """Training steps on this rank's part of each sequence, for context and sequence parallelism."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +8,12 @@ from torch import nn
 
 from trainer_lib.context_parallel.batch import BatchCut, BatchPart, first_positions
 from trainer_lib.context_parallel.context_parallel import ContextParallel
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping
+from trainer_lib.context_parallel.model_inputs import base_model, separates_documents, takes_positions
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.strategies.base import Surroundings
 from trainer_lib.trainer.arguments.value_checks import AUTO
-from trainer_lib.trainer.losses.label_shift import is_from_transformers, probing
+from trainer_lib.trainer.losses.label_shift import probing
 from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
@@ -88,7 +88,7 @@ class SequenceParts:
 
     def _cut_for(self, bare: nn.Module, batch: Any, shifts: bool) -> BatchCut:
         loss_fn = self._trainer.loss_fn
-        if shifts and loss_fn is None and not hasattr(_base(bare), "loss_function"):
+        if shifts and loss_fn is None and not hasattr(base_model(bare), "loss_function"):
             raise ConfigurationError(
                 f"{type(bare).__name__} shifts labels itself, which it cannot do on a part of a sequence. Give "
                 "Trainer(loss_fn=torch.nn.functional.cross_entropy) with labels that the dataset has shifted already "
@@ -101,8 +101,8 @@ class SequenceParts:
             self._label_names,
             getattr(function, "ignore_index", options.get("ignore_index", IGNORE_INDEX)),
             shifts_labels=shifts and loss_fn is None,
-            takes_positions="position_ids" in inspect.signature(_base(bare).forward).parameters,
-            separates_documents=_separates_documents(bare, batch),
+            takes_positions=takes_positions(bare),
+            separates_documents=separates_documents(bare, batch),
         )
 
     def _compare(self, model: Any, batch: Any, cut: BatchCut) -> None:
@@ -135,18 +135,3 @@ def _difference(whole: tuple[float, float], parts: tuple[float, float], model: n
         "mixes positions, and a loss that is a mean or sum over positions. Change the model, or set cp_size and "
         "sp_size to 1."
     )
-
-
-def _base(bare: Any) -> Any:
-    return bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # of PEFT
-
-
-def _separates_documents(bare: nn.Module, batch: Any) -> bool:
-    """Whether attention stays within documents: in models of transformers, unless they use a cache."""
-    if not is_from_transformers(bare):
-        return False
-    named, config = as_mapping(batch) or {}, _base(bare).config
-    if any(getattr(module, "gradient_checkpointing", False) for module in bare.modules()):
-        return True  # which uses none
-    uses_cache = named.get("use_cache")
-    return not (getattr(config, "use_cache", False) if uses_cache is None else uses_cache)
