@@ -322,6 +322,46 @@ def test_zero_trains_as_one_process_does(kind: str, plugin: str, pairs: tuple[tu
         toy.assert_same([state[part].float() for part in values], [v.float() for v in values.values()], rtol=1e-4)
 
 
+def two_models(stage: int | None) -> tuple[list[float], list[Tensor]]:
+    """Train two models with an optimizer each, in windows of two micro-batches; the second is clipped."""
+    plugin = None if stage is None else DeepSpeedPlugin(zero_stage=stage)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=2)
+    networks = [sharded.stack(Flat), sharded.stack(FlatTied)]
+    optimizers: Any = [torch.optim.AdamW(networks[0].parameters(), lr=0.05), None]
+    optimizers[1] = torch.optim.SGD(networks[1].parameters(), lr=0.5, momentum=0.9)
+    inputs, _, _ = toy.data()
+    loader: Any = DataLoader(TensorDataset(inputs[:24]), batch_size=8 // accelerator.num_processes)
+    first, second, *optimizers, loader = accelerator.prepare(*networks, *optimizers, loader)
+    losses: list[float] = []
+    for (batch,) in loader:  # three micro-batches: the last window has one
+        with accelerator.accumulate(first, second):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                loss = model(batch).square().mean()
+                accelerator.backward(loss)
+                if model is second and accelerator.sync_gradients:
+                    losses.append(float(accelerator.clip_grad_norm_(second.parameters(), 0.1)))
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(accelerator.gather(loss.detach()[None]).mean()))
+    weights = [value for model in (first, second) for value in accelerator.get_state_dict(model).values()]
+    accelerator.free_memory()
+    return losses, weights
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_two_models_train_side_by_side() -> None:
+    def all_stages() -> list[Any]:
+        return [two_models(stage) for stage in (1, 2, 3)]
+
+    losses, weights = run_forked(two_models, (None,), 1, timeout=100)[0]
+    assert len(losses) == 8
+    for found, values in run_forked(all_stages, (), 2, timeout=200)[0]:
+        assert found == pytest.approx(losses, rel=2e-6)
+        toy.assert_same(values, weights, rtol=1e-4)
+
+
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
