@@ -95,6 +95,14 @@ def test_what_is_read_by_length_comes_back_in_the_order_of_the_data(tmp_path: Pa
     assert sum(ordered[:3]) < sum(plain)
 
 
+def test_a_loader_of_a_limited_set_is_read_by_length_too() -> None:
+    limited = trainer(limit_eval_batches=3)
+    expected = limited.predict(samples())
+    found = limited.predict(limited.eval_dataloader(samples()))
+    np.testing.assert_array_equal(found.predictions, expected.predictions)
+    assert limited.widths[:3] == limited.widths[3:] == [9, 5, 3]
+
+
 @pytest.mark.parametrize(
     ("dataset", "lengths"),
     [
@@ -102,6 +110,8 @@ def test_what_is_read_by_length_comes_back_in_the_order_of_the_data(tmp_path: Pa
         ([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1], "labels": [1]}], [3, 1]),
         ([{"input_ids": torch.ones(2), "labels": torch.tensor(0)}], [2]),
         ([{"length": 7, "input_ids": [1]}], [7]),
+        ([{"length": "7 tokens", "input_ids": [1]}], [1]),
+        ([{"length": "7 tokens"}], None),
         ([{"pixels": 3}], None),
         ([[1, 2]], None),
         ([], None),

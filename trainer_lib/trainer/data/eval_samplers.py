@@ -90,8 +90,10 @@ def _read_lengths(dataset: Any, column: str) -> list[int] | None:
         first = dataset[0]
         if not isinstance(first, Mapping) or not {column, "input_ids"} & set(first):
             return None
-        if column in first:
+        if hasattr(first.get(column), "__index__"):  # else the field has another meaning
             return [int(length) for (length,) in fields_of(dataset, [column])]
+        if "input_ids" not in first:
+            return None
         # Labels as long as the inputs are in the same row as the prompt, which counts them already.
         has_answers = "labels" in first and _size(first["labels"]) != _size(first["input_ids"])
         names = ["input_ids", "labels"] if has_answers else ["input_ids"]
