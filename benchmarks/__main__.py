@@ -47,9 +47,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the engine costs beside others.")
     parser.add_argument("--rounds", type=int, default=9, help="how often each contestant runs (default: 9)")
     parser.add_argument("--steps", type=int, default=100, help="batches a run; a multiple of 4 (default: 100)")
-    only = {"nargs": "+", "choices": list(TITLES), "metavar": "NAME"}
-    parser.add_argument("--only", **only, default=main_table, help=", ".join(TITLES))
-    parser.add_argument("--all", dest="only", action="store_const", const=list(TITLES), help="with all variants")
+    every, listed = list(TITLES), ", ".join(TITLES)
+    parser.add_argument("--only", nargs="+", choices=every, metavar="NAME", default=main_table, help=listed)
+    parser.add_argument("--all", dest="only", action="store_const", const=every, help="with all variants")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single run there")
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing: take these files")
     parser.add_argument("--publish", action="store_true", help="put tables and picture into docs/")

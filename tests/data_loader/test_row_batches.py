@@ -58,7 +58,8 @@ def test_batches_are_those_of_torch(
     passes: list[list[Any]] = []
     for prepared in (False, True):
         torch.manual_seed(3)
-        loader: Any = DataLoader(dataset, **({"batch_size": 4} | options))
+        settings: dict[str, Any] = {"batch_size": 4} | options
+        loader: Any = DataLoader(dataset, **settings)
         passes.append(list(prepare_data_loader(loader, num_processes=1) if prepared else loader))
     plain, ours = passes
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)

@@ -4,7 +4,7 @@ The order of a `SeedableRandomSampler` is a function of seed and epoch: it is th
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -135,7 +135,8 @@ def first_samples(sampler: Any, count: int) -> Any:
     if iterates_as(sampler, "SequentialSampler"):
         return SequentialSampler(range(min(count, len(sampler))))
     if not isinstance(sampler, SeedableRandomSampler) and not iterates_as(sampler, "RandomSampler"):
-        return sampler if isinstance(sampler, Sized) and len(sampler) <= count else LimitedSampler(sampler, count)
+        is_short = hasattr(sampler, "__len__") and len(sampler) <= count
+        return sampler if is_short else LimitedSampler(sampler, count)
     limited = copy.copy(sampler)
     # RandomSampler takes it in its constructor only.
     limited._num_samples = min(count, len(sampler))  # pyright: ignore[reportPrivateUsage]
