@@ -95,7 +95,7 @@ class TrainingArguments(ArgumentsBase):
         activation_offload: Keep the activations of blocks in host memory until the backward; with
             `gradient_checkpointing`, what they are computed from again.
         optimizer_in_backward: Update each parameter in the backward, as soon as its gradient is complete, and free the
-            gradient; without accumulation and clipping, on one device or with FSDP2.
+            gradient; without accumulation and clipping, on one device, with FSDP2, or with `tp_size` alone.
         chunked_cross_entropy: Compute the loss of a causal language model of transformers for 512 tokens at a time, so
             that its logits are never whole in memory; the numbers stay the same.
         use_liger_kernel: Replace layers of a model of transformers by Liger's kernels, on GPUs (`pip install
@@ -297,7 +297,7 @@ class TrainingArguments(ArgumentsBase):
     """
     optimizer_in_backward: bool = False
     """Update each parameter in the backward, as soon as its gradient is complete, and free the gradient; without
-    accumulation and clipping, on one device or with FSDP2.
+    accumulation and clipping, on one device, with FSDP2, or with `tp_size` alone.
     """
     chunked_cross_entropy: bool = False
     """Compute the loss of a causal language model of transformers for 512 tokens at a time, so that its logits are
