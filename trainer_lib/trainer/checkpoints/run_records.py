@@ -1,7 +1,6 @@
 """The description and the report in a run's folder."""
 
 import sys
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.events import Run
@@ -17,20 +16,22 @@ _logger = get_logger(__name__)
 
 def describe_run(args: "TrainingArguments") -> dict[str, Any]:
     """Return the arguments, the environment and the process of a run, without the secrets among them."""
-    from trainer_lib.runs.run_environment import describe_environment, describe_process
+    from trainer_lib.runs.run_environment import describe_environment, describe_process, script_commit
     from trainer_lib.tracking.secrets import masked, masked_command
 
+    environment = {**describe_environment(), "command": masked_command(sys.argv)}
+    # Not on a thread: a data worker that is forked meanwhile holds git's pipes open, and the thread waits for its end.
+    if (commit := script_commit()) is not None:
+        environment["commit"] = commit
     return {
         "arguments": masked(args.to_dict(unwritable="leave out")),
-        "environment": {**describe_environment(), "command": masked_command(sys.argv)},
+        "environment": environment,
         "process": describe_process(),
     }
 
 
-def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) -> Thread:
-    """Write the description of a run that begins or resumes, and return the thread that adds the script's commit.
-
-    Join the thread before the run file is written again.
+def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) -> None:
+    """Write the description of a run that begins or resumes.
 
     Raises:
         UnwritableError: If the run is new and the folder cannot be written: nobody would find the run.
@@ -41,20 +42,6 @@ def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) ->
         if is_new:
             raise UnwritableError(f"{folder.path} could not be written: {error.strerror or error}.") from error
         _logger.warning('The status "running" could not be written to %s: %s.', folder.path, error)
-    thread = Thread(target=_write_commit, args=(folder,), daemon=True)
-    thread.start()
-    return thread
-
-
-def _write_commit(folder: RunFolder) -> None:
-    from trainer_lib.runs.run_environment import script_commit
-
-    if (commit := script_commit()) is None:
-        return
-    try:
-        folder.write(environment={**folder.facts.get("environment", {}), "commit": commit})
-    except (OSError, UnreachableError) as error:
-        _logger.warning("The commit of the script could not be written to %s: %s.", folder.path, error)
 
 
 def write_end(folder: RunFolder, run: Run) -> None:

@@ -129,8 +129,7 @@ class FitSession:
         if context.folder is not None and run.is_main_process:
             self._lease.acquire()  # a new run; one that is resumed has it since it was found
             context.folder.download(HISTORY_FILE)
-            commit = run_records.write_running(context.folder, args, is_new=checkpoint is None)
-            self._watching.callback(commit.join)
+            run_records.write_running(context.folder, args, is_new=checkpoint is None)
         if context.folder is not None and args.save_in_background:
             # Its connections are made now: later the store may be gone, with the launcher.
             run.accelerator.checkpoints.background.group(context.group)
