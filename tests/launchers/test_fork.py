@@ -1,10 +1,13 @@
 """A function on several forked processes."""
 
+import ctypes
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.processes.parent_death import is_exiting
 from trainer_lib.state import PartialState
 from trainer_lib.testing import reset_states, run_processes
 
@@ -91,6 +95,29 @@ def test_process_killed_is_named_though_it_ends_after_those_that_lost_it(tmp_pat
         signal.pause()
 
     with pytest.raises(ProcessFailedError, match="Process 1 of 2 was killed by SIGALRM"):
+        run_forked(die_slowly, timeout=LIMIT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say that a process is ending")
+def test_process_that_the_kernel_is_ending_is_named_before_those_that_lost_it(tmp_path: Path) -> None:
+    noticed = tmp_path / "noticed"
+
+    def end() -> None:
+        while not is_exiting(os.getpid()):
+            pass
+        noticed.touch()
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_slowly() -> None:
+        if os.environ["RANK"] == "0":
+            while not noticed.exists():
+                pass
+            raise ConnectionResetError
+        threading.Thread(target=end).start()
+        ctypes.CDLL(None).pthread_exit(None)  # ends the main thread; the process ends with the other one
+
+    with pytest.raises(ProcessFailedError, match="Process 1 of 2 was killed by SIGKILL"):
         run_forked(die_slowly, timeout=LIMIT)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from trainer_lib.launchers.launch_plan import LOCALHOST
 from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
 from trainer_lib.options.base import check_count, check_positive
 from trainer_lib.processes.exit_codes import exit_code_of
+from trainer_lib.processes.parent_death import is_exiting
 from trainer_lib.processes.ports import free_port
 
 _GRACE = 5.0  # seconds that a process gets to end after SIGTERM
@@ -138,6 +139,7 @@ def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
             # A killed process closes its files, which other processes notice, before it counts as dead.
             for worker in running:
                 worker.process.join(_INSTANT)  # waits for the end of one whose files are closed
+                _wait_if_dying(worker)
             raise failed(filter(None, (worker.failure() for worker in workers)), len(workers))
         if not running:
             return
@@ -145,6 +147,12 @@ def _wait(workers: Sequence[_Worker], timeout: float | None) -> None:
             raise _late(running, len(workers), timeout)
         # With a short timeout, since a child of a dead worker keeps its sentinel open.
         wait([worker.process.sentinel for worker in running], _POLL)
+
+
+def _wait_if_dying(worker: _Worker) -> None:
+    deadline = monotonic() + _GRACE
+    while worker.is_running and is_exiting(worker.process.pid) and monotonic() < deadline:
+        sleep(_INSTANT)
 
 
 def _late(workers: Sequence[_Worker], num_processes: int, timeout: float | None) -> ProcessFailedError:
