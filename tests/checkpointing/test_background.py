@@ -1,5 +1,6 @@
 """Background saves: they write the values at the time of the call, and report every failure."""
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
 from trainer_lib.checkpointing.format.snapshot import Snapshots
 from trainer_lib.checkpointing.load.find import open_state
+from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.filesystem import direct_files
@@ -46,6 +48,22 @@ def spoil(accelerator: Accelerator) -> None:
                 for value in values.values():
                     value.fill_(7)
     torch.rand(1)
+
+
+# -- other processes -------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_process_does_not_wait_at_its_end_for_the_save_of_its_parent(tmp_path: Path) -> None:
+    saves, written = BackgroundSaves(), threading.Event()
+    saves.start(tmp_path / "checkpoint", written.wait)
+    worker = multiprocessing.get_context("fork").Process(target=int)
+    worker.start()
+    worker.join(30)
+    has_ended = worker.exitcode == 0
+    worker.kill()
+    written.set()
+    saves.wait()
+    assert has_ended
 
 
 # -- the snapshot ----------------------------------------------------------------------------------------------------

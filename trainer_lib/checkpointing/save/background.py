@@ -249,6 +249,9 @@ def _local(tensor: Any) -> Any:
 
 
 _known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()
+# A forked process, such as a data worker, runs exit handlers too, and has no thread that would end its parent's saves.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_known.clear)
 _registered: set[int] = set()  # the ids of the processes with exit handlers; a forked process needs its own
 
 
