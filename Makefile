@@ -81,6 +81,7 @@ lint: .venv/with-dev
 	$(BIN)/ruff check
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m tests.release.check_types
 	$(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.mutants --list >/dev/null
 	$(BIN)/python -m tests.mutation_score --list >/dev/null

@@ -37,7 +37,7 @@ class AccumulationSchedule(Modifier):
                 f"AccumulationSchedule({{{entry}}}) is not valid. Map epochs, counted from 0, to the number of batches "
                 "per update from that epoch on, such as {0: 1, 4: 2}."
             )
-        self.steps = dict(sorted(steps.items()))
+        self.steps: dict[int, int] = dict(sorted(steps.items()))
         self._base = 1
         self._run: Run | None = None
 

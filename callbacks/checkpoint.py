@@ -1,7 +1,7 @@
 """Saving checkpoints at an interval and at the best metric, and deleting old ones (retention)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +33,12 @@ class Checkpoint(Callback):
         >>> checkpoint = Checkpoint(every="30 minutes", keep_last=2, keep_best=3, metric="eval_accuracy")
     """
 
+    keep_best: int
+    keep_last: int | None
+    metric: str | None
+    on_epoch_end: "Callable[[Run], None]"
+    on_step_end: "Callable[[Run], None]"
+
     saves_checkpoints: ClassVar[bool] = True
 
     def __init__(
@@ -52,7 +58,7 @@ class Checkpoint(Callback):
                 "number, or leave keep_every out."
             )
         self.keep_last, self.keep_best = keep_last, keep_best
-        self.keep_every = None if keep_every is None else Every.parse(keep_every, "keep_every")
+        self.keep_every: Every | None = None if keep_every is None else Every.parse(keep_every, "keep_every")
         if self.keep_every is not None and self.keep_every.unit == "tokens":
             raise ConfigurationError(
                 f'keep_every="{self.keep_every}" is not supported. Use steps, epochs, samples or a time.'
@@ -61,13 +67,13 @@ class Checkpoint(Callback):
         self._best: float | None = None  # of `metric`; the trainer tracks its own metric
         if metric is not None:
             greater_is_better_for(metric, greater_is_better)  # raises if the direction is unknown
-        self.every = None if every is None else Every.parse(every, "every")
+        self.every: Every | None = None if every is None else Every.parse(every, "every")
         if every is not None:
             self._interval = callback_trigger(every, "every")
-            self.on_fit_begin = self._begin
+            self.on_fit_begin: Callable[[Run], None] = self._begin
             self.on_step_end = self.on_epoch_end = self._ask_when_due
         if metric is not None and keep_best:
-            self.on_evaluate_end = self._ask_when_best
+            self.on_evaluate_end: Callable[[Run, dict[str, float]], None] = self._ask_when_best
 
     @property
     def monitored_metric(self) -> str | None:

@@ -34,7 +34,7 @@ class CsvLog(Callback):
     order = 100  # after the callbacks that add values to the log
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path: Path = Path(path).expanduser()
         self._columns = list[str]()
 
     def on_fit_begin(self, run: Run) -> None:

@@ -35,6 +35,11 @@ class EarlyStopping(Callback):
         (True, 'eval_accuracy was not better than 0.8 in 2 evaluations')
     """
 
+    metric: str
+    min_delta: float
+    patience: int | None
+    bad_evaluations: int
+
     needs_evaluation: ClassVar[bool] = True
 
     def __init__(
@@ -57,10 +62,10 @@ class EarlyStopping(Callback):
         if not 0 <= min_delta < math.inf:
             raise ConfigurationError(f"min_delta must be finite and at least 0 (got {min_delta!r}).")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.key = f"EarlyStopping({metric})"
+        self.key: str = f"EarlyStopping({metric})"
         self.sign = 1 if greater_is_better_for(metric, greater_is_better) else -1
-        self.reached = (stop_above, stop_below)
-        self.diverged = (diverged_above, diverged_below)
+        self.reached: tuple[float | None, float | None] = (stop_above, stop_below)
+        self.diverged: tuple[float | None, float | None] = (diverged_above, diverged_below)
         self.check_finite = check_finite
         self.best: float | None = None
         self.bad_evaluations = 0

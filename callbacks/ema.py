@@ -25,6 +25,9 @@ class EMA(WeightAverage):
         >>> ema = EMA(0.999, every="10 steps")
     """
 
+    decay: float
+    warmup: bool
+
     def __init__(self, decay: float = 0.999, warmup: bool = True, every: Any = 1, buffers: bool = False) -> None:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ConfigurationError(f"EMA(decay) must be at least 0 and less than 1, such as 0.999 (got {decay!r}).")

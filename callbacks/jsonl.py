@@ -5,7 +5,7 @@ import math
 import platform
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,12 +45,12 @@ class JsonlLog(Callback):
     writes_history: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
-        self.path = Path(path).expanduser()
+        self.path: Path = Path(path).expanduser()
         self._error: str | None = None
         self._traceback: str | None = None
         self._is_training = False
         if skipped_steps:
-            self.on_step_skipped = self._write_skipped
+            self.on_step_skipped: Callable[[Run], None] = self._write_skipped
 
     def on_fit_begin(self, run: Run) -> None:
         self._error, self._traceback, self._is_training = None, None, True

@@ -31,7 +31,8 @@ class _Mixing(Modifier):
             raise ConfigurationError(f"{name}(alpha) must be a number above 0, such as 0.2 (got {alpha!r}).")
         if num_classes is not None and (not isinstance(num_classes, int) or num_classes < 2):
             raise ConfigurationError(f"{name}(num_classes) must be at least 2 (got {num_classes!r}).")
-        self.alpha, self.num_classes = alpha, num_classes
+        self.alpha: float = alpha
+        self.num_classes: int | None = num_classes
 
     def on_fit_begin(self, run: Run) -> None:
         if run.trainer.loss_fn is None and not run.trainer.parts.loss.is_overridden:
@@ -161,6 +162,10 @@ class MixupOrCutMix(Modifier):
     Example:
         >>> either = MixupOrCutMix(Mixup(0.2, num_classes=10), CutMix(1.0, num_classes=10))
     """
+
+    cutmix: "CutMix"
+    mixup: "Mixup"
+    share: float
 
     changes_weights: ClassVar[bool] = False
     exclusive_group: ClassVar[str | None] = _Mixing.exclusive_group

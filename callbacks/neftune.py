@@ -21,6 +21,9 @@ class NEFTune(Modifier):
         >>> noise = NEFTune(5.0)
     """
 
+    alpha: float
+    embedding: str | None
+
     def __init__(self, alpha: float = 5.0, embedding: str | None = None) -> None:
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
             raise ConfigurationError(f"NEFTune(alpha) must be a number above 0, such as 5.0 (got {alpha!r}).")

@@ -40,6 +40,10 @@ class Webhook(Callback):
         >>> callback = Webhook("https://example.org/hook", events=["ended"])
     """
 
+    events: "tuple[Event, ...]"
+    timeout: float
+    url: str
+
     order = 100  # after the callbacks that add metrics
 
     def __init__(

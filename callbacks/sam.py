@@ -29,6 +29,9 @@ class SAM(Modifier):
         >>> sam = SAM(0.05)
     """
 
+    adaptive: bool
+    radius: float
+
     order = -50  # before gradients are clipped
     supports_batch_splitting: ClassVar[bool] = False  # it computes each batch twice
 

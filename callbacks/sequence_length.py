@@ -29,6 +29,11 @@ class SequenceLengthWarmup(Modifier):
         >>> warmup = SequenceLengthWarmup(64, 1024, until="1000 steps")
     """
 
+    full: int
+    multiple_of: int
+    names: tuple[str, ...]
+    start: int
+
     changes_weights: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = True  # short sequences come first
 

@@ -65,6 +65,10 @@ class TrackerCallback(Callback):
         >>> callback = TrackerCallback("mlflow", project="digits", tracking_uri="sqlite:///mlflow.db")
     """
 
+    tracker: str | GeneralTracker
+    folder: Path | None
+    project: str | None
+
     order = 100  # after the callbacks that add values to the log
     name: ClassVar[str] = ""  # the tracker's name, in subclasses for one tracker
 
@@ -92,7 +96,7 @@ class TrackerCallback(Callback):
         self._tracker_name = (
             self.tracker if isinstance(self.tracker, str) else str(getattr(kind, "name", kind.__name__))
         )
-        self.key = type(self).__name__ if type(self).name else f"TrackerCallback-{self.tracker_name}"
+        self.key: str = type(self).__name__ if type(self).name else f"TrackerCallback-{self.tracker_name}"
         if artifact not in (None, "model", "checkpoint"):
             raise ConfigurationError(f'artifact must be "model", "checkpoint" or None (got {artifact!r}).')
         if artifact is not None and not callable(getattr(kind, "log_artifact", None)):

@@ -26,7 +26,7 @@ class ClipValue(Modifier):
     changes_weights: ClassVar[bool] = False
 
     def __init__(self, value: float) -> None:
-        self.value = _positive("ClipValue(value)", value)
+        self.value: float = _positive("ClipValue(value)", value)
 
     def on_backward_end(self, run: Run) -> None:
         run.accelerator.strategy.clip_grad_value(run.trained_parameters, self.value)
@@ -50,9 +50,9 @@ class AdaptiveClipping(Modifier):
     changes_weights: ClassVar[bool] = False
 
     def __init__(self, share: float = 0.01, least: float = 1e-3, exclude: tuple[str, ...] = ()) -> None:
-        self.share = _positive("AdaptiveClipping(share)", share)
-        self.least = _positive("AdaptiveClipping(least)", least)
-        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        self.share: float = _positive("AdaptiveClipping(share)", share)
+        self.least: float = _positive("AdaptiveClipping(least)", least)
+        self.exclude: tuple[str, ...] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._excluded: set[Any] = set()
 
     def on_fit_begin(self, run: Run) -> None:

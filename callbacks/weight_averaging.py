@@ -140,7 +140,7 @@ class WeightAverage(Modifier):
         if not self._names:  # the model is not prepared yet
             self._loaded = state
             return
-        self.updates = state["updates"]
+        self.updates: int = state["updates"]
         saved: Mapping[str, Tensor] = state["averages"]
         if saved.keys() != self._all_names:
             mismatched = sorted(saved.keys() ^ self._all_names)

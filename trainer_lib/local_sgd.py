@@ -44,6 +44,11 @@ class LocalSGD:
         ...             local_sgd.step()
     """
 
+    accelerator: Accelerator
+    model: nn.Module | Sequence[nn.Module]
+    enabled: bool
+    local_sgd_steps: int
+
     def __init__(
         self,
         accelerator: Accelerator,
@@ -56,7 +61,7 @@ class LocalSGD:
         check_count("local_sgd_steps", local_sgd_steps)
         check_flag("enabled", enabled)
         self.accelerator, self.model = accelerator, model
-        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        self.models: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
         for given in self.models:
             if not any(given is prepared for prepared in accelerator.prepared.models):
                 raise PreparationError(
@@ -123,7 +128,7 @@ class LocalSGD:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned; an empty one begins a round."""
-        self.num_steps = state.get("num_steps", 0)
+        self.num_steps: int = state.get("num_steps", 0)
 
     def _check_can_train_locally(self) -> None:
         accelerator = self.accelerator
@@ -163,6 +168,9 @@ class DiLoCo(LocalSGD):
         ...         optimizer.zero_grad()
         ...         diloco.step()
     """
+
+    outer_learning_rate: float
+    outer_momentum: float
 
     def __init__(
         self,

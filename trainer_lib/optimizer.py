@@ -49,9 +49,11 @@ class AcceleratedOptimizer(Optimizer):
     ) -> None:
         # Not super().__init__: the parameter groups are the wrapped optimizer's.
         self.optimizer = optimizer
-        self.precision = precision or (FullPrecision() if scaler is None else ScaledAutocast.around(scaler))
-        self.window = window or GradientWindow(GradientState())
-        self.scaler = self.precision.scaler
+        self.precision: FullPrecision | ScaledAutocast = precision or (
+            FullPrecision() if scaler is None else ScaledAutocast.around(scaler)
+        )
+        self.window: GradientWindow = window or GradientWindow(GradientState())
+        self.scaler: Any = self.precision.scaler
         self._gradients_are_final = False
         self._backwards_at_step = self.window.backwards
         self._stepped_in = 0  # the micro-batch of the last call of step

@@ -168,8 +168,8 @@ class TorchProcesses:
     """
 
     def __init__(self, timeout: timedelta | None = None, group: Any = None) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
         self.backend: str | None = dist.get_backend(group)
         self._timeout, self._group = timeout, group
         self._operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

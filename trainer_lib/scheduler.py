@@ -35,7 +35,7 @@ class AcceleratedScheduler:
         self.optimizers: Sequence[Any] = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
         self._moves = PartialState().data_group.size if once_per_process and not split_batches else 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:

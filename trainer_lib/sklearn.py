@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.at_construction import checked_arguments
 from trainer_lib.trainer.losses.loss_result import LossResult, summed
+from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.trainer import Trainer
 
 require("sklearn", "sklearn", "scikit-learn")
@@ -34,12 +35,19 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Array = np.ndarray[Any, Any]
 _PARTS = ("args", "module_kwargs")  # their values are parameters too: args__learning_rate
 
 
 class _Estimator(BaseEstimator):
     """The base of both estimators: their parameters, and how a `Trainer` fits their module and predicts with it."""
+
+    module_kwargs: Mapping[str, Any] | None
+    module_: nn.Module
+    result_: FitResult
 
     _loss: ClassVar[Callable[..., Any]]
 
@@ -220,6 +228,8 @@ class TrainerClassifier(ClassifierMixin, _Estimator):
         >>> bool(model.score(X, y) > 0.9), model.classes_.tolist(), model.predict_proba(X).shape
         (True, ['above', 'below'], (64, 2))
     """
+
+    classes_: "NDArray[Any]"
 
     _loss = staticmethod(functional.cross_entropy)
 

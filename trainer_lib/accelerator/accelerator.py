@@ -39,14 +39,17 @@ from trainer_lib.profiling import Profiling
 from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
-from trainer_lib.strategies import choose_strategy
+from trainer_lib.strategies import Strategy, choose_strategy
 from trainer_lib.strategies.base import Surroundings, no_surroundings
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from trainer_lib.context_parallel.sequence_split import SequenceSplit
     from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
+    from trainer_lib.precision.base import FullPrecision
+    from trainer_lib.tracking.base import GeneralTracker
 
 _logger = get_logger(__name__)
 
@@ -136,11 +139,13 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             check_flag(name, flag)
         construction.check_generators(rng_types)
         handlers = construction.Handlers([] if kwargs_handlers is None else kwargs_handlers)
-        self.dataloader_config = construction.data_configuration(dataloader_config, older_arguments)
-        self.project_configuration = project_configuration(
+        self.dataloader_config: DataLoaderConfiguration = construction.data_configuration(
+            dataloader_config, older_arguments
+        )
+        self.project_configuration: ProjectConfiguration = project_configuration(
             project_dir, project_config, older_arguments.get("logging_dir")
         )
-        self.log_with = checked_trackers(log_with, self.project_configuration)
+        self.log_with: list[str | GeneralTracker] = checked_trackers(log_with, self.project_configuration)
         group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
         precision = construction.precision_name(mixed_precision, older_arguments)
         deepspeed = construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins)
@@ -152,7 +157,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         if megatron_lm is not None and gradient_accumulation_plugin is None:
             gradient_accumulation_steps = megatron_lm.agreed_accumulation(gradient_accumulation_steps)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self.state = AcceleratorState(
+        self.state: AcceleratorState = AcceleratorState(
             precision,
             cpu,
             dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
@@ -165,8 +170,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             **group_options.to_kwargs(),
         )
         construction.warn_of_fsdp1(self.state.fsdp_notes)
-        self.gradient_state = GradientState(plugin)
-        self.precision = choose_precision(
+        self.gradient_state: GradientState = GradientState(plugin)
+        self.precision: FullPrecision = choose_precision(
             self.state.mixed_precision,
             self.device.type,
             handlers.get(AutocastKwargs),
@@ -179,7 +184,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.fsdp_plugin,
             self.state.parallelism_config,
         )
-        self.strategy = choose_strategy(
+        self.strategy: Strategy = choose_strategy(
             self.distributed_type,
             self.group,
             self.device,
@@ -192,19 +197,19 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.deepspeed_plugins,
         )
         construction.warn_of_fp8_gather(self.precision, self.state.fsdp_plugin)
-        self.sequence_split = sequence_split(self.state.parallelism_config, self.device.type)
-        self.profile_handler = handlers.get(ProfileKwargs) or ProfileKwargs()
+        self.sequence_split: SequenceSplit = sequence_split(self.state.parallelism_config, self.device.type)
+        self.profile_handler: ProfileKwargs = handlers.get(ProfileKwargs) or ProfileKwargs()
         self._profiling = Profiling(self.group)
-        self.memory_options = handlers.get(MemoryKwargs) or MemoryKwargs()
+        self.memory_options: MemoryKwargs = handlers.get(MemoryKwargs) or MemoryKwargs()
         construction.check_memory(self.memory_options, self.state)
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
-        self.window = GradientWindow(self.gradient_state, self.num_processes)
-        self.prepared = Prepared(self.strategy)
-        self.engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
-        self.checkpoints = Checkpoints(self.engine, self.project_configuration)
+        self.window: GradientWindow = GradientWindow(self.gradient_state, self.num_processes)
+        self.prepared: Prepared = Prepared(self.strategy)
+        self.engine: Engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
+        self.checkpoints: Checkpoints = Checkpoints(self.engine, self.project_configuration)
         self._weighted = WeightedBackward(self.engine)
 
     # -- settings ------------------------------------------------------------------------------------------------

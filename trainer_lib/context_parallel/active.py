@@ -25,6 +25,11 @@ class CutSequences:
         attentions: How many attentions were computed over the ranks.
     """
 
+    documents: Tensor | None
+    length: int | None
+    ranks: SequenceRanks
+    attentions: int
+
     _in_use: ClassVar[list["CutSequences"]] = []  # an evaluation inside the loop over a training loader adds its own
 
     def __init__(
@@ -35,7 +40,7 @@ class CutSequences:
         documents: Tensor | None = None,
     ) -> None:
         self.ranks, self.length, self.documents = ranks, length, documents
-        self.real_length = length if real_length is None else real_length
+        self.real_length: int | None = length if real_length is None else real_length
         self.attentions = 0
 
     @classmethod

@@ -39,6 +39,10 @@ class Ring:
         group: The ranks of the ring.
     """
 
+    group: Any
+    rank: int
+    size: int
+
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
@@ -97,6 +101,10 @@ class AllGather:
     Args:
         group: The ranks of the group.
     """
+
+    group: Any
+    rank: int
+    size: int
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

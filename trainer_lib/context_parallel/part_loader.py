@@ -26,7 +26,8 @@ class PartLoader:
     """
 
     def __init__(self, loader: Iterable[Any], model: nn.Module, parallel: ContextParallel) -> None:
-        self.loader, self._model, self._parallel = loader, model, parallel
+        self.loader: Iterable[Any] = loader
+        self._model, self._parallel = model, parallel
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this rank's parts; inside the loop, attention runs over the ranks."""

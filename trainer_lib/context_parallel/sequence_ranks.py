@@ -31,11 +31,15 @@ class SequenceRanks:
         layout: Which part of a sequence this rank holds.
     """
 
+    group: Any
+
     def __init__(self, group: Any, method: str = "ring", balanced: bool = True) -> None:
         if method not in METHODS:
             raise ConfigurationError(f"Unknown method {method!r}. Known: {', '.join(METHODS)}.")
         self.group, self.method = group, method
-        self.layout = SequenceLayout(dist.get_world_size(group), dist.get_rank(group), balanced and method != "ulysses")
+        self.layout: SequenceLayout = SequenceLayout(
+            dist.get_world_size(group), dist.get_rank(group), balanced and method != "ulysses"
+        )
         self._exchange = AllGather(group) if method == "allgather" else Ring(group)
 
     def attention(

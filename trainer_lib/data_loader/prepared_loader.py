@@ -151,12 +151,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def _reach_end(self, batch: Any, reading: Pass, ending: Ending) -> None:
         """Record that the batch about to be delivered is the last."""
-        self.end_of_dataloader = True
+        self.end_of_dataloader: bool = True
         # Where ranks have different numbers of batches, other ranks may have more.
-        self.others_read_on = ending.over is not None and reading.consumed < ending.over
+        self.others_read_on: bool = ending.over is not None and reading.consumed < ending.over
         reading.finished = not self.others_read_on
         if self._reader.unit == "samples":
-            self.remainder = max(self.remainder, ending.remainder)
+            self.remainder: int = max(self.remainder, ending.remainder)
             self._count_round(self.samples_in_round)
         if self.rows is None:
             self.rows = self._reader.rows_of(batch, ending.rows.get(self._reader.rank))

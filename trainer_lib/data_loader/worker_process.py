@@ -33,7 +33,7 @@ class WorkerInit:
 
     def note_thread(self) -> None:
         """Record that this thread starts the next workers."""
-        self.by_main_thread = threading.current_thread() is threading.main_thread()
+        self.by_main_thread: bool = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
         """Set up the worker of this number."""

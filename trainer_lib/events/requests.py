@@ -59,7 +59,7 @@ class Control:
         self.save_reasons: set[str] = set()
         self.interruption: Interruption | None = None
         self.sets_due: set[str] = set()
-        self.skip_batch = False
+        self.skip_batch: bool = False
         self.leaves: Callable[[], bool] | None = None
 
     # -- for callbacks -------------------------------------------------------------------------------------------

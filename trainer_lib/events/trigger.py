@@ -34,6 +34,8 @@ class Trigger:
         6
     """
 
+    amount: Every
+
     def __init__(self, amount: Every, when: When = "every") -> None:
         self.amount, self._when = amount, when
         self._rounding = _TINY if amount.unit == "epochs" else 0.0

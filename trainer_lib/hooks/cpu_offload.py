@@ -47,6 +47,9 @@ class UserCpuOffloadHook:
         hook: Its hook.
     """
 
+    hook: "CpuOffload"
+    model: nn.Module
+
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model, self.hook = model, hook
 

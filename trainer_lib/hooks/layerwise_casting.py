@@ -18,7 +18,11 @@ class LayerwiseCastingHook(ModelHook):
         non_blocking: Do not wait for copies.
     """
 
+    non_blocking: bool
+
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype: torch.dtype
+        self.compute_dtype: torch.dtype
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:

@@ -48,7 +48,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
-        self.no_grad = any(hook.no_grad for hook in hooks)
+        self.no_grad: bool = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Attach all hooks."""

@@ -1,6 +1,6 @@
 """Further names that scripts import from `accelerate.inference`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -45,5 +45,5 @@ def generate_device_map(
     return infer_auto_device_map(model, max_memory, no_split_module_classes=no_split_module_classes, clean_result=False)
 
 
-build_pipeline = missing_function("build_pipeline", PIPELINE_STEPS)
-pippy_forward = missing_function("pippy_forward", PIPELINE_STEPS)
+build_pipeline: Callable[..., Any] = missing_function("build_pipeline", PIPELINE_STEPS)
+pippy_forward: Callable[..., Any] = missing_function("pippy_forward", PIPELINE_STEPS)

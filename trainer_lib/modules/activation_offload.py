@@ -134,7 +134,7 @@ class ActivationOffload:
     """
 
     def __init__(self, transfers: Transfers | None = None, smallest: int | None = None) -> None:
-        self.smallest = _SMALLEST if smallest is None else smallest
+        self.smallest: int = _SMALLEST if smallest is None else smallest
         self._transfers = transfers
         self._latest: Callable[[], BlockActivations | None] = lambda: None
 

@@ -47,7 +47,8 @@ class EnumName(str):
         """Whether it is the same text, or the member of this name."""
         return str(self) == str(getattr(other, "name", other)).lstrip("_")
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        return str.__hash__(self)
 
 
 class Strategy(NamedTuple):

@@ -28,7 +28,7 @@ _ATTENTION = (
 )
 # Products with weights. Those of two activations, such as the scores of attention by hand, are large and cheap.
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten.convolution")
-POLICIES = {"matmul": (*_PRODUCTS, *_ATTENTION), "attention": _ATTENTION}
+POLICIES: dict[str, tuple[Any, ...]] = {"matmul": (*_PRODUCTS, *_ATTENTION), "attention": _ATTENTION}
 
 
 def check_policy(name: str, policy: Any) -> None:

@@ -23,7 +23,10 @@ from trainer_lib.pipeline.state import load_named_optimizer_state, merge_over_st
 from trainer_lib.state import PartialState
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
+
+    from trainer_lib.process_group import ProcessGroup
 
 _IGNORED = -100
 _SPREAD = ("pp", "dp_replicate")
@@ -49,6 +52,11 @@ class Pipeline:
         ConfigurationError: If the sizes, the schedule or the blocks do not fit the model.
     """
 
+    config: ParallelismConfig
+    loss_fn: "Callable[[Any, Any], Tensor]"
+    dp_group: "ProcessGroup | None"
+    pp_group: "ProcessGroup | None"
+
     def __init__(
         self,
         model: nn.Module,
@@ -58,8 +66,8 @@ class Pipeline:
         stages_per_rank: int | None = None,
         blocks: str | Sequence[str] | None = None,
     ) -> None:
-        self.schedule = schedule_name(schedule)
-        self.stages_per_rank = stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
+        self.schedule: str = schedule_name(schedule)
+        self.stages_per_rank: int = stages_per_rank or (1 if self.schedule in ("GPipe", "1F1B") else 2)
         check_count("stages_per_rank", self.stages_per_rank)
         check_schedule(self.schedule, self.stages_per_rank)
         if self.schedule in V_SHAPED:
@@ -68,6 +76,7 @@ class Pipeline:
                 "rank holds stages that follow each other. Choose 'InterleavedZeroBubble', or prepare the model with "
                 "an Accelerator, which runs this schedule."
             )
+        self.device: torch.device
         self.config, self.loss_fn, self.device = config, loss_fn, PartialState().device
         self.pp_group, self.dp_group = self._groups()
         names = find_blocks(model, blocks)

@@ -22,7 +22,7 @@ class Float8(Autocast):
 
     def __init__(self, device_type: str, options: AutocastKwargs, recipe: AORecipeKwargs) -> None:
         super().__init__("fp8", torch.bfloat16, device_type, options)
-        self.config = _layer_config(recipe, device_type)
+        self.config: Any = _layer_config(recipe, device_type)
         self._filter = recipe.module_filter_func
 
     def cast(self, model: nn.Module) -> None:

@@ -36,6 +36,9 @@ class Interrupted(SystemExit):
         exit_code: 143 for SIGTERM, 130 for Ctrl-C, 129 for SIGHUP, 138 for SIGUSR1, 75 for a deadline.
     """
 
+    exit_code: int
+    reason: str
+
     is_interruption = True  # for programs around the training that cannot import this class
 
     def __init__(self, interruption: Interruption, result: Any = None) -> None:

@@ -60,7 +60,7 @@ class BitsAndBytes(Whole):
     def __init__(self, config: BnbQuantizationConfig) -> None:
         super().__init__(config.torch_dtype)
         self._config = config
-        self.keep_in_fp32 = tuple(config.keep_in_fp32_modules or ())
+        self.keep_in_fp32: tuple[str, ...] = tuple(config.keep_in_fp32_modules or ())
 
     def replace_layers(self, model: nn.Module) -> None:
         """Replace the linear layers of a model, in place, before its weights are loaded."""

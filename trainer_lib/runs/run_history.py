@@ -58,7 +58,7 @@ class History:
             status = self.file.stat()
         except OSError:
             return self
-        self.heard = status.st_mtime
+        self.heard: float = status.st_mtime
         if status.st_ino != self._inode or status.st_size < self._read:  # a resumed run writes a new file
             self._begin()
             self._inode = status.st_ino

@@ -61,7 +61,7 @@ class Share:
     __slots__ = ("local", "nominal", "total")
 
     def __init__(self, nominal: float) -> None:
-        self.nominal = nominal  # the divisor of the losses while their weight is unknown
+        self.nominal: float = nominal  # the divisor of the losses while their weight is unknown
         self.local: Weight = 0.0  # the weight on this rank so far
         self.total: Weight | None = None  # the mean weight per rank; known once the window is complete
 
@@ -91,10 +91,17 @@ class GradientWindow:
         is_local: Whether gradients, weights and the message stay on this rank: it is the only one, or they are not due.
     """
 
+    micro_batch: int
+    began: int
+    backwards: int
+    is_fresh: bool
+    micro_batches: int
+    steps: int
+
     def __init__(self, state: "GradientState", num_ranks: int = 1) -> None:
         self.state = state
         self._num_ranks = num_ranks
-        self.is_local = num_ranks == 1
+        self.is_local: bool = num_ranks == 1
         self.waits_for_all = False  # only the end of the data of all ranks ends a window early, not that of this rank
         self.reset()
 

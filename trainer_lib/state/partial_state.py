@@ -154,9 +154,9 @@ class PartialState(ProcessControl):
         self.launcher = launcher
         self.device = device
         self.has_left = False
-        self.num_processes = group.size
-        self.process_index = group.rank
-        self.local_process_index = process_group.rank_on_machine(group) if world is None else world.local_rank
+        self.num_processes: int = group.size
+        self.process_index: int = group.rank
+        self.local_process_index: int = process_group.rank_on_machine(group) if world is None else world.local_rank
         self.backend = group.backend
         alone = isinstance(group, LoneProcess)
         self.distributed_type = DistributedType.NO if alone else DistributedType.of_device(device.type)

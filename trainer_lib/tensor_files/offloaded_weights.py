@@ -172,7 +172,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ConfigurationError("There is nothing to load from. Give state_dict, save_folder or index.")
-        self.state_dict = dict(state_dict or {})
+        self.state_dict: dict[str, Tensor] = dict(state_dict or {})
         self.save_folder = save_folder
         self.index: Mapping[str, Mapping[str, Any]] = (
             index if index is not None else {} if save_folder is None else _read_index(Path(save_folder) / _INDEX)

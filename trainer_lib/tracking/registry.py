@@ -253,5 +253,5 @@ class _TrackerClasses(Mapping[str, type[Any]]):
         return 1 + len(_BUILT_IN)
 
 
-AimTracker = missing_class("AimTracker", AIM)
+AimTracker: type[Any] = missing_class("AimTracker", AIM)
 LOGGER_TYPE_TO_CLASS: Mapping[str, type[Any]] = _TrackerClasses()

@@ -31,11 +31,13 @@ class TrackerHandle(GeneralTracker):
     Other attributes are the tracker's own, unless it runs in another process.
     """
 
+    delivery_worker: Worker
+
     def __init__(self, name: str, kind: type[GeneralTracker], worker: Worker) -> None:
         super().__init__(_blank=True)
         self.name = name
-        self.requires_logging_directory = bool(getattr(kind, "requires_logging_directory", False))
-        self.main_process_only = kind.main_process_only
+        self.requires_logging_directory: bool = bool(getattr(kind, "requires_logging_directory", False))
+        self.main_process_only: bool = kind.main_process_only
         self._kind, self.delivery_worker = kind, worker
 
     @property
@@ -178,6 +180,10 @@ class TrackerGroup:
         MissingPackageError: If a tracker's package is not installed.
     """
 
+    folder: str | Path | None
+    project: str
+    token: str
+
     def __init__(
         self,
         wanted: Any,
@@ -193,7 +199,7 @@ class TrackerGroup:
         argument: str = "log_with",
     ) -> None:
         self.project, self.folder = project, folder
-        self.spool_folder = spool or (None if folder is None else Path(folder).expanduser() / "spool")
+        self.spool_folder: Path | None = spool or (None if folder is None else Path(folder).expanduser() / "spool")
         self.token, self._resume_step = token or uuid.uuid4().hex, resume_step
         self._patience = patience or Patience()
         self._isolation = isolation

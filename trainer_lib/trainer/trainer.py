@@ -87,6 +87,16 @@ class Trainer(ToolMethods, PublishMethods):
         16
     """
 
+    collate_fn: Callable[[list[Any]], Any] | None
+    loss_fn: Callable[[Any, Any], Any] | None
+    processing_class: Any
+    compute_metrics: Callable[[Any], Mapping[str, float]] | None
+    metrics: Any
+    optimizer: Any
+    scheduler: Any
+    eval_dataset: Any
+    train_dataset: Any
+
     __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 
     def __new__(cls, *positional: Any, **named: Any) -> Self:
@@ -118,8 +128,8 @@ class Trainer(ToolMethods, PublishMethods):
             from trainer_lib.trainer.fit.build_accelerator import build_accelerator
             from trainer_lib.trainer.losses.batch_loss import BatchLoss
 
-        self.args = at_construction.checked_arguments(args).effective()
-        self.model = at_construction.checked_model(model)
+        self.args: TrainingArguments = at_construction.checked_arguments(args).effective()
+        self.model: nn.Module | Mapping[str, nn.Module] = at_construction.checked_model(model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.loss_fn, self.collate_fn, self.processing_class = loss_fn, collate_fn, processing_class
         self.metrics, self.compute_metrics = metrics, compute_metrics
@@ -127,16 +137,18 @@ class Trainer(ToolMethods, PublishMethods):
         at_construction.check(self, Trainer)
         if self.args.validation_split is not None and train_dataset is not None:
             self.train_dataset, self.eval_dataset = validation_split.split_for(self)
-        self.events = Dispatcher(defaults.callbacks(self.args, at_construction.checked_callbacks(callbacks)))
+        self.events: Dispatcher = Dispatcher(
+            defaults.callbacks(self.args, at_construction.checked_callbacks(callbacks))
+        )
         names = [] if self.eval_dataset is None else list(named_sets(self, self.eval_dataset))
         if train_metrics is not None:
             self.events.add(TrainingMetrics(train_metrics))
         measures = measures_by_set(names, metrics, compute_metrics)
         if accelerator is not None:
             at_construction.check_accelerator(accelerator, self.args)
-        self.accelerator = accelerator or build_accelerator(check_request.engine_arguments(self.args))
-        self.run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
-        self.parts = TrainerParts(
+        self.accelerator: Accelerator = accelerator or build_accelerator(check_request.engine_arguments(self.args))
+        self.run: Run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
+        self.parts: TrainerParts = TrainerParts(
             loss=BatchLoss(self),
             evaluation=EvaluationPlan(self, measures),
             make_evaluator=functools.partial(evaluator_of, self),

@@ -1,5 +1,6 @@
 """Options and enums that scripts import from `accelerate.utils.dataclasses`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from trainer_lib.foundation.missing_features import (
@@ -65,10 +66,12 @@ from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugi
 from trainer_lib.options.torchao_options import TorchAoConfig as TorchAoConfig
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 
-add_model_config_to_megatron_parser = missing_function("add_model_config_to_megatron_parser", MEGATRON_LM)
-parse_bert_config = missing_function("parse_bert_config", MEGATRON_LM)
-parse_glm4_moe_config = missing_function("parse_glm4_moe_config", MEGATRON_LM)
-parse_gpt2_config = missing_function("parse_gpt2_config", MEGATRON_LM)
-parse_llama_config = missing_function("parse_llama_config", MEGATRON_LM)
-parse_t5_config = missing_function("parse_t5_config", MEGATRON_LM)
+add_model_config_to_megatron_parser: Callable[..., Any] = missing_function(
+    "add_model_config_to_megatron_parser", MEGATRON_LM
+)
+parse_bert_config: Callable[..., Any] = missing_function("parse_bert_config", MEGATRON_LM)
+parse_glm4_moe_config: Callable[..., Any] = missing_function("parse_glm4_moe_config", MEGATRON_LM)
+parse_gpt2_config: Callable[..., Any] = missing_function("parse_gpt2_config", MEGATRON_LM)
+parse_llama_config: Callable[..., Any] = missing_function("parse_llama_config", MEGATRON_LM)
+parse_t5_config: Callable[..., Any] = missing_function("parse_t5_config", MEGATRON_LM)
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Any] = {}  # no model has a parser

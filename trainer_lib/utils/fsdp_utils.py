@@ -1,5 +1,8 @@
 """Names that scripts import from `accelerate.utils.fsdp_utils`."""
 
+from collections.abc import Callable
+from typing import Any
+
 from trainer_lib.accelerator.checkpoints.fsdp_checkpoints import (
     fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
 )
@@ -18,9 +21,11 @@ from trainer_lib.precision.scaler import get_fsdp2_grad_scaler as get_fsdp2_grad
 from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer_lib.tensor_files.weight_names import WEIGHTS_NAME as WEIGHTS_NAME
 
-ensure_weights_retied = missing_function("ensure_weights_retied", FSDP1_STEPS)
-fsdp2_apply_ac = missing_function("fsdp2_apply_ac", FSDP1_STEPS)
-fsdp2_prepare_auto_wrap_policy = missing_function("fsdp2_prepare_auto_wrap_policy", FSDP1_STEPS)
-fsdp2_prepare_model = missing_function("fsdp2_prepare_model", FSDP1_STEPS)
-fsdp2_switch_optimizer_parameters = missing_function("fsdp2_switch_optimizer_parameters", FSDP1_STEPS)
-get_parameters_from_modules = missing_function("get_parameters_from_modules", FSDP1_STEPS)
+ensure_weights_retied: Callable[..., Any] = missing_function("ensure_weights_retied", FSDP1_STEPS)
+fsdp2_apply_ac: Callable[..., Any] = missing_function("fsdp2_apply_ac", FSDP1_STEPS)
+fsdp2_prepare_auto_wrap_policy: Callable[..., Any] = missing_function("fsdp2_prepare_auto_wrap_policy", FSDP1_STEPS)
+fsdp2_prepare_model: Callable[..., Any] = missing_function("fsdp2_prepare_model", FSDP1_STEPS)
+fsdp2_switch_optimizer_parameters: Callable[..., Any] = missing_function(
+    "fsdp2_switch_optimizer_parameters", FSDP1_STEPS
+)
+get_parameters_from_modules: Callable[..., Any] = missing_function("get_parameters_from_modules", FSDP1_STEPS)

@@ -1,5 +1,8 @@
 """Names that scripts import from `accelerate.utils.megatron_lm`."""
 
+from collections.abc import Callable
+from typing import Any
+
 from trainer_lib.accelerator.megatron_lm.engine import MegatronEngine as MegatronEngine
 from trainer_lib.accelerator.megatron_lm.losses import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
@@ -15,12 +18,14 @@ from trainer_lib.foundation.missing_features import MEGATRON_LM, missing_class, 
 from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 
-MegatronLMOptimizerWrapper = missing_class("MegatronLMOptimizerWrapper", MEGATRON_LM)
-MegatronLMSchedulerWrapper = missing_class("MegatronLMSchedulerWrapper", MEGATRON_LM)
-finish_mpu_init = missing_function("finish_mpu_init", MEGATRON_LM)
-initialize = missing_function("initialize", MEGATRON_LM)
-model_provider_func = missing_function("model_provider_func", MEGATRON_LM)
-prepare_data_loader = missing_function("prepare_data_loader", MEGATRON_LM)
-prepare_model_optimizer_scheduler = missing_function("prepare_model_optimizer_scheduler", MEGATRON_LM)
-prepare_optimizer = missing_function("prepare_optimizer", MEGATRON_LM)
-prepare_scheduler = missing_function("prepare_scheduler", MEGATRON_LM)
+MegatronLMOptimizerWrapper: type[Any] = missing_class("MegatronLMOptimizerWrapper", MEGATRON_LM)
+MegatronLMSchedulerWrapper: type[Any] = missing_class("MegatronLMSchedulerWrapper", MEGATRON_LM)
+finish_mpu_init: Callable[..., Any] = missing_function("finish_mpu_init", MEGATRON_LM)
+initialize: Callable[..., Any] = missing_function("initialize", MEGATRON_LM)
+model_provider_func: Callable[..., Any] = missing_function("model_provider_func", MEGATRON_LM)
+prepare_data_loader: Callable[..., Any] = missing_function("prepare_data_loader", MEGATRON_LM)
+prepare_model_optimizer_scheduler: Callable[..., Any] = missing_function(
+    "prepare_model_optimizer_scheduler", MEGATRON_LM
+)
+prepare_optimizer: Callable[..., Any] = missing_function("prepare_optimizer", MEGATRON_LM)
+prepare_scheduler: Callable[..., Any] = missing_function("prepare_scheduler", MEGATRON_LM)

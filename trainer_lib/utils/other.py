@@ -22,5 +22,6 @@ from trainer_lib.processes.ports import is_port_in_use as is_port_in_use
 from trainer_lib.state.partial_state import wait_for_everyone as wait_for_everyone
 from trainer_lib.tensor_files.tensor_storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 
-compile_regions_fsdp2 = compile_regions_deepspeed = compile_regions  # always in place, as both need it
+compile_regions_fsdp2 = compile_regions  # always in place, as FSDP2 needs it
+compile_regions_deepspeed = compile_regions  # and DeepSpeed
 get_free_port = free_port

@@ -1,5 +1,8 @@
 """Names that scripts import from `accelerate.utils.torch_xla`."""
 
+from collections.abc import Callable
+from typing import Any
+
 from trainer_lib.foundation.missing_features import TPU, missing_function
 
-install_xla = missing_function("install_xla", TPU)
+install_xla: Callable[..., Any] = missing_function("install_xla", TPU)

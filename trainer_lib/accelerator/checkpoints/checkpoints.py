@@ -36,9 +36,12 @@ class Checkpoints:
         infinite_buffers: Buffers that may hold infinities, such as masks: they do not mark a checkpoint as non-finite.
     """
 
+    engine: Engine
+    project: ProjectConfiguration
+
     def __init__(self, engine: Engine, project: ProjectConfiguration) -> None:
         self.engine, self.project = engine, project
-        self.background = BackgroundSaves()
+        self.background: BackgroundSaves = BackgroundSaves()
         self.infinite_buffers: frozenset[str] = frozenset()
         self.save_hooks: dict[int, SaveHook] = OrderedDict()
         self.load_hooks: dict[int, LoadHook] = OrderedDict()

@@ -125,8 +125,8 @@ class Windows:
         self.is_inside = False
         self.holds_gradients = False
         bare = accelerator.strategy.bare(model)
-        self.args = step_arguments(accelerator, bare)
-        self.step = _train_step(accelerator, self.args)
+        self.args: Namespace = step_arguments(accelerator, bare)
+        self.step: Any = _train_step(accelerator, self.args)
         kind = getattr(self.step, "model_type", "") or self.args.model_type_name
         self._call: ModelCall = CALLS[kind](self._called, bare, self.args.return_logits)
 
@@ -162,7 +162,7 @@ class Windows:
         skipped = any(optimizer.step_was_skipped for optimizer in prepared.optimizers)
         for optimizer in prepared.optimizers:
             optimizer.zero_grad()
-        self.holds_gradients = False
+        self.holds_gradients: bool = False
         return report, int(skipped), self._plugin.grad_norm, None
 
     def micro_batches(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ class Windows:
         try:
             yield
         finally:
-            self.is_inside = before
+            self.is_inside: bool = before
 
     def _mean(self, losses: Sequence[WeightedLoss]) -> dict[str, Any]:
         """Return the mean of what each micro-batch reports, over all ranks; tensors are put together."""

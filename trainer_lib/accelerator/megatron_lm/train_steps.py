@@ -62,11 +62,11 @@ class _TrainStep(AbstractTrainStep):
             accelerator, args = None, accelerator
         self._plugin: Any = AcceleratorState().megatron_lm_plugin
         self.args: Namespace = args
-        self.get_batch = _call_with_last(self.get_batch_func, accelerator, args.megatron_dataset_flag)
-        self.loss_func = self._get_loss_func(accelerator, args)
-        self.forward_step = self._get_forward_step_func(args)
+        self.get_batch: Any = _call_with_last(self.get_batch_func, accelerator, args.megatron_dataset_flag)
+        self.loss_func: Any = self._get_loss_func(accelerator, args)
+        self.forward_step: Any = self._get_forward_step_func(args)
         if args.model_return_dict:
-            self.model_output_class = _output_class(self.model_type)
+            self.model_output_class: Any = _output_class(self.model_type)
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
         """Return the mean of the losses of tokens whose mask is 1."""

@@ -35,7 +35,7 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self.memory = SnapshotMemory()
+        self.memory: SnapshotMemory = SnapshotMemory()
         self.copies: OverlappedCopies | None = None
 
     def allocate(self, tensors: Sequence[Tensor]) -> None:

@@ -26,10 +26,10 @@ class WeightFiles:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self.paths = files_of_weights(checkpoint)
+        self.paths: list[Path] = files_of_weights(checkpoint)
         self._locations = {path: locate_tensors(path) for path in self.paths if path.suffix == ".safetensors"}
         self._of_path = {path: self._read_shapes(path) for path in self.paths}
-        self.path_of = {name: path for path, shapes in self._of_path.items() for name in shapes}
+        self.path_of: dict[str, Path] = {name: path for path, shapes in self._of_path.items() for name in shapes}
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -217,7 +217,7 @@ class BackgroundSaves:
             self._error = error
         if copies is not None:
             copies.release()  # also where an error came before them
-        self.ended_at = time.monotonic()
+        self.ended_at: float = time.monotonic()
         self._has_ended = True
         self._released.set()
 

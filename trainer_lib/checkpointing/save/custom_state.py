@@ -1,5 +1,6 @@
 """The state of one object of yours in a file of its own, under Accelerate's names."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ _SEPARATE_STATES = MissingFeature(
     "Accelerate's separate steps of a checkpoint", "accelerator.save_state and accelerator.load_state do all of it."
 )
 
-load_accelerator_state = missing_function("load_accelerator_state", _SEPARATE_STATES)
-save_accelerator_state = missing_function("save_accelerator_state", _SEPARATE_STATES)
+load_accelerator_state: Callable[..., Any] = missing_function("load_accelerator_state", _SEPARATE_STATES)
+save_accelerator_state: Callable[..., Any] = missing_function("save_accelerator_state", _SEPARATE_STATES)
 
 
 def save_custom_state(obj: Any, path: str | Path, index: int = 0, save_on_each_node: bool = False) -> None:

@@ -70,7 +70,7 @@ class CheckpointUploader:
         self._storage = RemoteStorage(target)
         self._group = group
         self._leads = group.rank == leader
-        self.finite = FiniteCheck()
+        self.finite: FiniteCheck = FiniteCheck()
         self._written: dict[str, str] = {}  # the checksums of the files that this rank uploaded, by name
 
     def __enter__(self) -> "CheckpointUploader":

@@ -50,11 +50,11 @@ class CheckpointWriter:
     def __init__(self, target: Path, group: ProcessGroup, leader: int = 0, keeps_added_files: bool = True) -> None:
         self.target = target
         self._keeps_added_files = keeps_added_files
-        self.folder = partial_beside(target)
+        self.folder: Path = partial_beside(target)
         self._group = group
         self._leader = leader
         self._leads = group.rank == leader
-        self.finite = FiniteCheck()
+        self.finite: FiniteCheck = FiniteCheck()
         self._written: dict[str, str] = {}  # the checksums of the files that this rank wrote, by name
 
     def __enter__(self) -> "CheckpointWriter":

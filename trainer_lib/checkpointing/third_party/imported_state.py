@@ -36,7 +36,7 @@ class ImportedState:
         checkpoint = read_third_party(folder)
         name_left_out(checkpoint)
         self._weights, self._states = checkpoint.weights, imported_states(checkpoint, with_run)
-        self.manifest = imported_manifest(checkpoint, with_run)
+        self.manifest: Manifest = imported_manifest(checkpoint, with_run)
 
     def read(self, part: Part, options: StateOptions) -> Any:
         """Return the state of a part."""

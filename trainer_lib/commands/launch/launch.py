@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +271,9 @@ def _say_nothing(message: str) -> None:
 
 
 # One launcher for all kinds of worlds, under Accelerate's names.
-simple_launcher = multi_gpu_launcher = deepspeed_launcher = launch_command
+simple_launcher: Callable[[argparse.Namespace], None] = launch_command
+multi_gpu_launcher: Callable[[argparse.Namespace], None] = launch_command
+deepspeed_launcher: Callable[[argparse.Namespace], None] = launch_command
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
@@ -292,5 +294,5 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
         raise SystemExit(code)
 
 
-tpu_launcher = missing_function("tpu_launcher", TPU)
-tpu_pod_launcher = missing_function("tpu_pod_launcher", TPU)
+tpu_launcher: Callable[..., Any] = missing_function("tpu_launcher", TPU)
+tpu_pod_launcher: Callable[..., Any] = missing_function("tpu_pod_launcher", TPU)

@@ -98,7 +98,7 @@ class LaunchValues:
     def _take_file(self, file: Path, given: Mapping[str, Any]) -> None:
         values = read_file(file)
         if is_sagemaker(values):
-            self.sagemaker = values  # its world is SageMaker's
+            self.sagemaker: dict[str, Any] = values  # its world is SageMaker's
         else:
             self._take_world(values, file, given)
             for engine in _OF_ENGINES:

@@ -61,7 +61,7 @@ class HostActivations:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _restored):
             output = function(*args, **kwargs)
-        self.on_device = max(self.on_device, _ON_DEVICE * sum(moved.values()))
+        self.on_device: int = max(self.on_device, _ON_DEVICE * sum(moved.values()))
         return output
 
 

@@ -18,6 +18,8 @@ class PeakStorage(TorchDispatchMode):
         peak: The most bytes that were alive at a time.
     """
 
+    alive: int
+
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = 0
@@ -52,4 +54,4 @@ class PeakStorage(TorchDispatchMode):
 
         self._known[key] = weakref.ref(storage, freed)
         self.alive += size
-        self.peak = max(self.peak, self.alive)
+        self.peak: int = max(self.peak, self.alive)

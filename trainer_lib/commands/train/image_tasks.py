@@ -32,6 +32,8 @@ class ImagePreparation:
         size: The height and width in pixels.
     """
 
+    size: tuple[int, int]
+
     def __init__(self, config: dict[str, Any], size: tuple[int, int]) -> None:
         self._config, self.size = config, size
         self._mean = torch.tensor(config.get("image_mean") or _HALF)

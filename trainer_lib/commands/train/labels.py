@@ -25,7 +25,7 @@ class Classes:
     def __init__(self, labels: Iterable[Any], known: Sequence[str] = ()) -> None:
         found = {str(label) for label in labels}
         are_numbers = all(_is_whole(name) for name in found)
-        self.names = list(known) if found <= set(known) else sorted(found, key=int if are_numbers else str)
+        self.names: list[str] = list(known) if found <= set(known) else sorted(found, key=int if are_numbers else str)
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ class Features:
     """
 
     def __init__(self, table: Table, columns: Sequence[str]) -> None:
-        self.columns = list(columns)
+        self.columns: list[str] = list(columns)
         self.values: dict[str, list[str]] = {}  # of the columns of texts
         for column in columns:
             values = table.values(column, (int, float, str), "a number or a text", "feature_columns")

@@ -208,7 +208,7 @@ class TableNetwork(nn.Module):
         layers: list[nn.Module] = []
         for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
-        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_outputs))
+        self.layers: nn.Sequential = nn.Sequential(*layers, nn.Linear(widths[-1], num_outputs))
 
     def forward(self, features: Tensor) -> Tensor:
         """Return scores of classes, or the predicted numbers."""

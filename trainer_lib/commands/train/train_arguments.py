@@ -103,7 +103,7 @@ class TrainArguments(TrainingArguments):
                 raise ConfigurationError(f"--{name} is missing. `trainer-lib train --help` says what it may be.")
         if self.eval_fraction is not None and self.validation_split is not None:
             raise ConfigurationError("eval_fraction and validation_split are the same. Give one of them.")
-        self.validation_split = self.eval_fraction or self.validation_split
+        self.validation_split: float | None = self.eval_fraction or self.validation_split
         self.eval_fraction = None
         if self.validation_split is not None and self.eval_data is not None:
             raise ConfigurationError(

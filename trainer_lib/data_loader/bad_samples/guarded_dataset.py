@@ -220,6 +220,8 @@ class GuardedCollate:
         is_batched: Whether it gets a list of samples, rather than a batch made by the dataset.
     """
 
+    collate: Callable[[Any], Any]
+
     def __init__(self, collate: Callable[[Any], Any], samples: GuardedSamples, is_batched: bool) -> None:
         self.collate, self._samples, self._is_batched = collate, samples, is_batched
 

@@ -110,6 +110,10 @@ class MarkedKeys:
         is_keyed: Whether its keys are those of `SeededKeys`.
     """
 
+    by_batches: bool
+    is_keyed: bool
+    source: Any
+
     def __init__(self, source: Any, by_batches: bool, is_keyed: bool) -> None:
         self.source, self.by_batches, self.is_keyed = source, by_batches, is_keyed
         self.skipped: frozenset[Any] = frozenset()

@@ -34,6 +34,9 @@ class GPTSamples(Dataset[Sample]):
         [[1, 2, 3], [3, 4, 5]]
     """
 
+    dataset: IndexedDataset
+    seq_length: int
+
     def __init__(self, dataset: IndexedDataset, seq_length: int, sequences: tuple[int, int] | None = None) -> None:
         check_count("seq_length", seq_length)
         self.dataset, self.seq_length = dataset, seq_length
@@ -82,7 +85,7 @@ class BlendedSamples(Dataset[Sample]):
         sizes = [len(dataset) for dataset in datasets]
         total = min(math.floor(size / share + 1e-9) for size, share in zip(sizes, shares, strict=True))
         counts = [min(round(total * share), size) for size, share in zip(sizes, shares, strict=True)]
-        self.datasets = list(datasets)
+        self.datasets: list[Any] = list(datasets)
         owners = np.concatenate([np.full(count, index, np.int16) for index, count in enumerate(counts)])
         samples = np.concatenate([np.arange(count) for count in counts])
         times = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])

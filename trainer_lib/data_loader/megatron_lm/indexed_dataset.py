@@ -3,13 +3,16 @@
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -49,7 +52,7 @@ class IndexedDataset(Dataset[np.ndarray[Any, Any]]):
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.prefix = str(prefix)
+        self.prefix: str = str(prefix)
         self._open()
 
     def __len__(self) -> int:
@@ -83,6 +86,7 @@ class IndexedDataset(Dataset[np.ndarray[Any, Any]]):
     def _open(self) -> None:
         path = Path(f"{self.prefix}.idx")
         index = _mapped(path)
+        self.dtype: np.dtype[Any]
         sequences, documents, self.dtype = _header(path, index)
         lengths, pointers, indices = sequences * 4, sequences * 8, documents * 8
         needed = _HEADER.size + lengths + pointers + indices
@@ -92,11 +96,13 @@ class IndexedDataset(Dataset[np.ndarray[Any, Any]]):
                 f"{len(index)}). Build the dataset again."
             )
         place = _HEADER.size
-        self.sequence_lengths = np.frombuffer(index, np.int32, sequences, place)
-        self.sequence_pointers = np.frombuffer(index, np.int64, sequences, place + lengths)
-        self.document_indices = np.frombuffer(index, np.int64, documents, place + lengths + pointers)
+        self.sequence_lengths: NDArray[Any] = np.frombuffer(index, np.int32, sequences, place)
+        self.sequence_pointers: NDArray[Any] = np.frombuffer(index, np.int64, sequences, place + lengths)
+        self.document_indices: NDArray[Any] = np.frombuffer(index, np.int64, documents, place + lengths + pointers)
         has_modes = len(index) > needed
-        self.sequence_modes = np.frombuffer(index, np.int8, sequences, needed) if has_modes else None
+        self.sequence_modes: NDArray[Any] | None = (
+            np.frombuffer(index, np.int8, sequences, needed) if has_modes else None
+        )
         self._tokens = _mapped(Path(f"{self.prefix}.bin"))
         self._check_ends()
 

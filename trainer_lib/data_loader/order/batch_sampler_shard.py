@@ -61,8 +61,8 @@ class BatchSamplerShard(BatchSampler):
     def use_source(self, batch_sampler: Iterable[Any]) -> None:
         """Divide another batch sampler of the same kind."""
         self.batch_sampler = batch_sampler
-        self.shares_samples = iterates_as(batch_sampler, "BatchSampler")
-        self.order = order_of(batch_sampler)
+        self.shares_samples: bool = iterates_as(batch_sampler, "BatchSampler")
+        self.order: ComputedOrder | ReplayedOrder = order_of(batch_sampler)
 
     @property
     def sampler(self) -> Any:
@@ -119,7 +119,7 @@ class BatchSamplerShard(BatchSampler):
     def keep_last(self) -> None:
         """Read an incomplete last round, whatever `drop_last` of the other batch sampler is."""
         self._keeps_last = True
-        self.sharing = self._sharing()
+        self.sharing: Sharing = self._sharing()
 
     def enter(self, seed: int, place: LoaderPosition, ending: Ending, stream: EpochStream | None = None) -> None:
         """Start the next iteration at a position of the global order, and fill in `ending`.

@@ -71,9 +71,12 @@ class ReplayedOrder:
         is_iterated_first: Whether torch makes its iterator before it draws the seed of the workers.
     """
 
+    is_iterated_first: bool
+    source: Iterable[Any]
+
     def __init__(self, source: Iterable[Any], is_iterated_first: bool = False) -> None:
         self.source, self.is_iterated_first = source, is_iterated_first
-        self.is_torchs = _is_torchs(source)
+        self.is_torchs: bool = _is_torchs(source)
 
     @property
     def draws_on_the_way(self) -> bool:
@@ -167,6 +170,8 @@ class Replay:
         scope: The context to draw in, which separates its random numbers from those of training.
         at_once: How many units to draw in one scope, at least.
     """
+
+    asked: int
 
     def __init__(
         self,

@@ -75,6 +75,8 @@ class EpochStream:
         follows: Whether training's generators may advance.
     """
 
+    start: "EpochStart"
+
     def __init__(self, start: EpochStart, follows: bool = True) -> None:
         self.start, self._states, self._follows = start, dict(start.shared), follows
         self._outside: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.now: Pass | None = None
-        self.waited = 0.0
+        self.waited: float = 0.0
         self._following = LoaderPosition()
         self._readers = 0
         self._first: EpochStart | None = None

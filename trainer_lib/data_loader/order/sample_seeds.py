@@ -77,7 +77,7 @@ class SeededKeys:
 
     def enter(self, seed: int, epoch: int) -> None:
         """Set the pass."""
-        self.seed = derived_seed(seed, epoch, "samples")
+        self.seed: int = derived_seed(seed, epoch, "samples")
 
     def __len__(self) -> int:
         return len(self.source)

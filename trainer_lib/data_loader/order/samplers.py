@@ -42,7 +42,7 @@ class SeedableRandomSampler(RandomSampler):
         data_seed: int | None = None,
     ) -> None:
         super().__init__(data_source, replacement, num_samples, generator)
-        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.initial_seed: int = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
 
     @classmethod
@@ -68,7 +68,7 @@ class SeedableRandomSampler(RandomSampler):
         for start in range(position, end, _CHUNK):
             yield from sample_at(np.arange(start, min(start + _CHUNK, end))).tolist()
         if self.epoch == epoch:  # set_epoch was not called in the meantime
-            self.epoch = epoch + 1
+            self.epoch: int = epoch + 1
 
     def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
         """Return the function from positions of an epoch to its samples."""
@@ -122,7 +122,7 @@ class SkipBatchSampler(BatchSampler):
         # A generator, since torch makes two iterators for a pass with workers and reads only one of them.
         skipped = self.skip_batches
         if not self._every_pass:
-            self.skip_batches = 0
+            self.skip_batches: int = 0
         yield from islice(self.batch_sampler, skipped, None)
 
     @property

@@ -1,11 +1,14 @@
 """The seeds of data workers: computed from seed and epoch, or drawn where torch draws them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.epoch_start import EpochStream
+
+if TYPE_CHECKING:
+    from torch import Generator
 
 
 class WorkerSeeds:
@@ -15,7 +18,7 @@ class WorkerSeeds:
     """
 
     def __init__(self) -> None:
-        self.generator = torch.Generator()
+        self.generator: Generator = torch.Generator()
 
     def compute(self, seed: int, epoch: int, *keys: Any) -> None:
         """Let the seed of the next workers depend on the loader's seed, the epoch and other keys."""

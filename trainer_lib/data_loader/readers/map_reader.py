@@ -36,6 +36,8 @@ class MapReader(Reader):
         low_memory: Whether the order is computed from seed and epoch.
     """
 
+    seeds_samples: bool
+
     style = "map"
 
     def __init__(

@@ -39,7 +39,7 @@ class Reader(ABC):
     _had_workers: bool = False  # the loader whose state was loaded had workers that lived on
 
     def __init__(self, loader: DataLoader[Any], rank: int) -> None:
-        self.loader = copied(loader)
+        self.loader: DataLoader[Any] = copied(loader)
         self.rank = rank
         self._replaced: dict[str, Any] = {}
         self._read_by: ref[Any] | None = None

@@ -29,6 +29,8 @@ class SampleStream:
         look: Called with the first samples, unless the pass starts from a bookmark.
     """
 
+    position: int
+
     def __init__(
         self,
         dataset: Any,

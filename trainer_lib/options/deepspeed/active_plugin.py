@@ -27,13 +27,15 @@ class DeepSpeedPlugins:
         3
     """
 
+    first: str
+
     def __init__(self, plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> None:
         by_name: Any = {_ONLY: plugins} if isinstance(plugins, DeepSpeedPlugin) else plugins
         if not isinstance(by_name, Mapping) or not by_name:
             raise ConfigurationError(
                 f"deepspeed_plugins must be a DeepSpeedPlugin or a dict of them by name (got {type(plugins).__name__})."
             )
-        self.by_name = dict(cast(Mapping[str, Any], by_name))
+        self.by_name: dict[str, Any] = dict(cast(Mapping[str, Any], by_name))
         for name, plugin in self.by_name.items():
             if not isinstance(plugin, DeepSpeedPlugin):
                 raise ConfigurationError(
@@ -66,4 +68,4 @@ class DeepSpeedPlugins:
         """Whether both hold equal plugins."""
         return isinstance(other, DeepSpeedPlugins) and self.by_name == other.by_name
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __hash__: None = None  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]

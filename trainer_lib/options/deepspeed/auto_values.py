@@ -11,7 +11,7 @@ _PREFETCH_BUCKET = "zero_optimization.stage3_prefetch_bucket_size"
 _PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
 # Sizes that suit a model; another size in a file is no conflict.
 _SUGGESTED = (_REDUCE_BUCKET, _PREFETCH_BUCKET, _PERSISTENCE)
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "scheduler.params.warmup_min_lr": 0,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
 }

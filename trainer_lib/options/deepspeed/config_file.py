@@ -26,7 +26,7 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config = _read(config_file_or_dict)
+        self.config: dict[str, Any] = _read(config_file_or_dict)
 
     @classmethod
     def of_section(cls, section: dict[str, Any]) -> "HfDeepSpeedConfig":

@@ -21,8 +21,12 @@ class DummyOptim:
         0.001
     """
 
+    kwargs: dict[str, Any]
+    lr: float
+    weight_decay: float
+
     def __init__(self, params: Iterable[Any], lr: float = _DEFAULT_LR, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = list(params)
+        self.params: list[Any] = list(params)
         self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
 
     @property
@@ -42,6 +46,11 @@ class DummyScheduler:
         lr_scheduler_callable: Makes the schedule from the optimizer, if the config has no section `scheduler`.
         **kwargs: Further values for the section that are "auto".
     """
+
+    total_num_steps: int | None
+    warmup_num_steps: int
+    kwargs: dict[str, Any]
+    lr_scheduler_callable: Callable[[Any], Any] | None
 
     def __init__(
         self,

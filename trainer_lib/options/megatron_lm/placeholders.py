@@ -24,6 +24,10 @@ class MegatronLMDummyScheduler:
         **kwargs: Refused.
     """
 
+    optimizer: Any
+    total_num_steps: int | None
+    warmup_num_steps: int
+
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:

@@ -60,7 +60,7 @@ class LivePages:
                 f"--port {port} cannot be used: {error}. Leave --port out to use a free one."
             ) from error
         self._server.daemon_threads = True
-        self.url = f"http://{_HOST}:{self._server.server_port}/"
+        self.url: str = f"http://{_HOST}:{self._server.server_port}/"
 
     def serve(self) -> None:
         """Serve until another thread calls `close`, or until Ctrl-C."""

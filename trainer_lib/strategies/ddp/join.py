@@ -58,7 +58,7 @@ class Joining(JoinOutcome):
                 self._remaining = self._leftovers()
                 with warnings.catch_warnings():  # Join changes the filters
                     self._join.__exit__(None, None, None)
-                self.source = self._rank_with_all_updates()
+                self.source: int | None = self._rank_with_all_updates()
         finally:
             for handle in self._handles:
                 handle.remove()

@@ -18,7 +18,7 @@ class EngineModel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.training = module.training
+        self.training: bool = module.training
         self.__dict__["engine"] = None  # the engine is a module with the same model inside
 
     def attach(self, engine: Any) -> None:

@@ -23,6 +23,7 @@ from trainer_lib.strategies.validate import check_has_whole_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.nn import Parameter
 
 
 @dataclass
@@ -103,11 +104,11 @@ class ShardedModel:
         # Code that reads weights between two steps should see shards, even after a forward without a backward.
         model.register_forward_hook(self._after_forward, always_call=True)
         named = dict(model.named_parameters())
-        self.whole = {name: p for name, p in named.items() if not hasattr(p, "_local_tensor")}
+        self.whole: dict[str, Parameter] = {name: p for name, p in named.items() if not hasattr(p, "_local_tensor")}
         replicated = self.whole if splitting.shards else named
-        self.replicas = ReplicatedParameters(replicated.values(), splitting.replicas)
+        self.replicas: ReplicatedParameters = ReplicatedParameters(replicated.values(), splitting.replicas)
         is_averaged = splitting.replicas.size > 1
-        self.averaged_later = [name for name, p in replicated.items() if is_averaged and p.requires_grad]
+        self.averaged_later: list[str] = [name for name, p in replicated.items() if is_averaged and p.requires_grad]
 
     def take_replacements(self) -> dict[Tensor, nn.Parameter]:
         """Return the new parameter of each replaced one, and release the old ones, which are large. Call it once."""
@@ -146,7 +147,7 @@ class ShardedModel:
     def _after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         del module, inputs
         if torch.is_grad_enabled():
-            self.withholds_gradients = bool(self._blocks) and not self.synchronizes
+            self.withholds_gradients: bool = bool(self._blocks) and not self.synchronizes
             self.replicas.watch(outputs)
         else:  # no backward follows that would reshard
             self.reshard()

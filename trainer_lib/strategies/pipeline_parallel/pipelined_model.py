@@ -30,6 +30,11 @@ class PipelinedModel(nn.Module):
         around_backward: Calls the function that computes the gradients of this rank's weights.
     """
 
+    exchange: StageExchange
+    gates: StageGates
+    module: nn.Module
+    ranks: list[int]
+
     def __init__(
         self,
         module: nn.Module,
@@ -40,7 +45,7 @@ class PipelinedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.ranks, self.gates, self.exchange = module, list(ranks), gates, exchange
-        self.stages = [stage for stage, rank in enumerate(ranks) if rank == exchange.rank]
+        self.stages: list[int] = [stage for stage, rank in enumerate(ranks) if rank == exchange.rank]
         self.around_backward = around_backward
         self._in_window: _Place | None = None  # the stage of a window that runs now
         self._calls = 0  # in it

@@ -37,9 +37,11 @@ class WholeModel:
         empty: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in tensors}
         for parameter in model.parameters():
             empty[id(parameter)] = nn.Parameter(empty[id(parameter)], parameter.requires_grad)
-        self.model = copy.deepcopy(model, empty)
-        self.first = {canonical_name(name): canonical_name(first) for name, first in first_names(model).items()}
-        self.tensors = module_state_with_variables(self.model)
+        self.model: nn.Module = copy.deepcopy(model, empty)
+        self.first: dict[str, str] = {
+            canonical_name(name): canonical_name(first) for name, first in first_names(model).items()
+        }
+        self.tensors: dict[str, Any] = module_state_with_variables(self.model)
 
     def named(self, module: nn.Module) -> dict[str, Tensor]:
         """Return the parameters of this rank's part, each by its first name in the whole model."""

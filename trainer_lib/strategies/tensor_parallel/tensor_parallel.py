@@ -147,7 +147,9 @@ class MatrixSplitting(Splitting):
         from torch.distributed.tensor import distribute_tensor
 
         held = dict(model.named_modules())
-        self.styles = {name: s for name, s in self.styles.items() if held.get(name) is self._split[name]}
+        self.styles: dict[str, str] = {
+            name: s for name, s in self.styles.items() if held.get(name) is self._split[name]
+        }
         parts: dict[Tensor, Tensor] = {}
         for parameter, placement in _placements(model, self.styles).items():
             part = distribute_tensor(parameter.detach(), self._mesh, [placement], src_data_rank=None)

@@ -50,7 +50,7 @@ class ClearMLTracker(VendorTracker):
     @on_main_process
     def start(self) -> None:
         """Start the task."""
-        self.task = self.vendor.Task.init(**self._options)
+        self.task: Any = self.vendor.Task.init(**self._options)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

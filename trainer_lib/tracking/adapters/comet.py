@@ -87,7 +87,7 @@ class CometMLTracker(VendorTracker):
             options["experiment_config"] = self.vendor.ExperimentConfig(
                 offline_directory=self._folder, name=options.pop("name", None), tags=options.pop("tags", None), **_QUIET
             )
-        self.writer = self.vendor.start(project_name=self.run_name, **options)
+        self.writer: Any = self.vendor.start(project_name=self.run_name, **options)
         self.writer.log_other("Created from", "trainer_lib")
 
     @on_main_process

@@ -17,6 +17,8 @@ class DVCLiveTracker(BuiltInTracker):
         **kwargs: Arguments of `dvclive.Live`.
     """
 
+    run_name: str | None
+
     name: ClassVar[str] = "dvclive"
     module: ClassVar[str] = "dvclive"
     extra: ClassVar[str] = "dvclive"
@@ -50,7 +52,7 @@ class DVCLiveTracker(BuiltInTracker):
     def start(self) -> None:
         """Prepare the folder."""
         if self.live is None:
-            self.live = require(self.module, self.extra).Live(**self._options)
+            self.live: Any = require(self.module, self.extra).Live(**self._options)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

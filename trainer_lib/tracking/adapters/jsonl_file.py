@@ -32,7 +32,7 @@ class JsonlTracker(BuiltInTracker):
 
     def __init__(self, run_name: str, logging_dir: str | Path, resume_step: int | None = None) -> None:
         super().__init__()
-        self.path = Path(logging_dir).expanduser() / f"{run_name}.jsonl"
+        self.path: Path = Path(logging_dir).expanduser() / f"{run_name}.jsonl"
         self._resume_step = resume_step
 
     @classmethod

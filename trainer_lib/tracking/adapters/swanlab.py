@@ -49,7 +49,7 @@ class SwanLabTracker(VendorTracker):
     def start(self) -> None:
         """Start the run, or continue it."""
         make_folder(self._options, "log_dir")
-        self.run = self.vendor.init(project=self.run_name, **self._options)
+        self.run: Any = self.vendor.init(project=self.run_name, **self._options)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

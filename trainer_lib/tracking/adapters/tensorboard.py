@@ -28,7 +28,7 @@ class TensorBoardTracker(BuiltInTracker):
     def __init__(self, run_name: str, logging_dir: str | Path, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = str(Path(logging_dir).expanduser() / run_name)
+        self.logging_dir: str = str(Path(logging_dir).expanduser() / run_name)
         self._options = kwargs
         self.writer: Any = None
 

@@ -29,7 +29,7 @@ class TrackioTracker(VendorTracker):
     @on_main_process
     def start(self) -> None:
         """Start the run, or continue it."""
-        self.run = self.vendor.init(project=self.run_name, **self._options)
+        self.run: Any = self.vendor.init(project=self.run_name, **self._options)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -58,7 +58,7 @@ class WandBTracker(VendorTracker):
         """Start the run, or continue it."""
         make_folder(self._options, "dir")
         settings = {"disable_git": True, "disable_code": True, "console": "off"}
-        self.run = self.vendor.init(project=self.run_name, **{"settings": settings, **self._options})
+        self.run: Any = self.vendor.init(project=self.run_name, **{"settings": settings, **self._options})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -81,6 +81,8 @@ class EntryCalls:
         done: The number of completed entries, also after a failure.
     """
 
+    done: int
+
     def __init__(self, tracker: GeneralTracker, entries: list[Entry]) -> None:
         self._tracker, self._entries = tracker, entries
         self._takes_many = type(tracker).log_points is not GeneralTracker.log_points

@@ -60,6 +60,11 @@ class Worker:
         patience: How long to wait for the tracker.
     """
 
+    kind: type[GeneralTracker]
+    name: str
+    spool: Spool
+    lost: int
+
     def __init__(
         self,
         name: str,
@@ -254,7 +259,7 @@ class Worker:
         self._is_failing = True
         if isinstance(self.delivery, ChildDelivery):
             self._is_started = self.delivery.is_running  # otherwise it is started again
-        self.last_error = _reason(error)
+        self.last_error: str = _reason(error)
         self._retry_at = time.monotonic() + self._pause
         self._pause = min(2 * self._pause, self.patience.longest_pause)
         self._warn(self.last_error)
@@ -300,7 +305,7 @@ class Worker:
 
     def _report_undelivered(self) -> None:
         waiting, lost = len(self.spool), self.lost + self.spool.lost
-        self.missing = waiting + lost
+        self.missing: int = waiting + lost
         if not waiting and not lost:
             if self.last_error and not self._is_warned:
                 self._warn(self.last_error)

@@ -23,6 +23,8 @@ class Spool:
         header: The file's first line: the facts that another program needs to send the entries.
     """
 
+    lost: int
+
     def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.path, self._header = path, dict(header)
         self._lines: list[str] = []  # undelivered entries

@@ -21,12 +21,12 @@ class ReadByCheck(Action):
         kind = options.get("type")
         origin = typing.get_origin(kind)
         if isinstance(origin, type) and issubclass(origin, Sequence):
-            self.nargs = "+"
+            self.nargs: int | str | None = "+"
             self._kinds, self._check = [typing.get_args(kind)[0]], None
         else:
             self._kinds = members(kind)
         if self.choices is None:
-            self.type = self._reader()
+            self.type: Callable[[str], Any] = self._reader()
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Store the value."""

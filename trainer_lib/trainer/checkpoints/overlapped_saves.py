@@ -42,7 +42,7 @@ class OverlappedSaves:
 
     def allocate(self) -> None:
         """Allocate the memory of the first save while training continues, after the first update of a fit."""
-        self.has_memory = True
+        self.has_memory: bool = True
         context, args = self._context, self._context.run.args
         checkpoints = context.accelerator.checkpoints
         writes_shards = checkpoints.engine.strategy.writes_shards

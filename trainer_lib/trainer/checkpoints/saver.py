@@ -68,7 +68,7 @@ class CheckpointSaver:
 
     def forget_step(self) -> None:
         """Let the same step be saved again."""
-        self.saved_step = -1
+        self.saved_step: int = -1
 
     def find(self) -> None:
         """Replace a resumed run's list of checkpoints by those that exist, as the main process sees them."""

@@ -54,7 +54,7 @@ class PaddingCollate:
     """
 
     def __init__(self, processing_class: Any) -> None:
-        self.tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        self.tokenizer: Any = getattr(processing_class, "tokenizer", processing_class)
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """Return a batch of samples."""

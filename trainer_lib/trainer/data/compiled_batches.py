@@ -25,7 +25,7 @@ class CompiledBatches:
     """
 
     def __init__(self, plugin: TorchDynamoPlugin) -> None:
-        self.compiles = plugin.is_active
+        self.compiles: bool = plugin.is_active
         self._takes_any_size = plugin.dynamic is True
         self._may_vary = plugin.dynamic is None
         self._rows = 0  # of the largest batch so far

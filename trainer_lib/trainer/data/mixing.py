@@ -46,7 +46,7 @@ class MixedDataset(Dataset[Any]):
     ) -> None:
         if not isinstance(datasets, (list, tuple)) or not datasets:
             raise ConfigurationError("MixedDataset: datasets must be a list of one or more datasets.")
-        self.datasets = [as_dataset(data, f"datasets[{index}]") for index, data in enumerate(datasets)]
+        self.datasets: list[Any] = [as_dataset(data, f"datasets[{index}]") for index, data in enumerate(datasets)]
         lengths = [length_of(data) for data in self.datasets]
         if None in lengths:
             kind = type(self.datasets[lengths.index(None)]).__name__
@@ -59,8 +59,10 @@ class MixedDataset(Dataset[Any]):
             check_count("length", length)
         check_count("seed", seed, at_least=0)
         self.seed = seed
-        self.weights = _checked_weights(weights, len(self.datasets)) or [float(size) for size in self._lengths]
-        self.counts = _shares(self.weights, sum(self._lengths) if length is None else length)
+        self.weights: list[float] = _checked_weights(weights, len(self.datasets)) or [
+            float(size) for size in self._lengths
+        ]
+        self.counts: list[int] = _shares(self.weights, sum(self._lengths) if length is None else length)
         # In memory shared with the workers, so that persistent workers see the next epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 

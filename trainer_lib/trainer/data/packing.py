@@ -40,6 +40,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         ([[1, 2, 3, 8], [4, 5, 6, 7]], [0, 1, 2, 0])
     """
 
+    length: int
+    pad_token_id: int
+    segment_ids: bool
+
     def __init__(self, dataset: Any, length: int, *, pad_token_id: int = 0, segment_ids: bool = False) -> None:
         check_count("length", length, at_least=2)
         if not length_of(dataset):
@@ -51,7 +55,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self.length, self.pad_token_id, self.segment_ids = length, pad_token_id, segment_ids
         lengths = _lengths(dataset)
         self._pieces, self._starts = pack(lengths, length)
-        self.tokens = int(lengths.sum())
+        self.tokens: int = int(lengths.sum())
         if not self.tokens:
             raise ConfigurationError("There is nothing to pack: all samples are empty.")
 

@@ -45,9 +45,9 @@ class LengthGroupedSampler(SeedableRandomSampler):
         is_numeric = values.ndim == 1 and values.dtype.kind in "iuf"
         if not is_numeric or not np.isfinite(values).all() or (values != np.floor(values)).any():
             raise ConfigurationError("The lengths of samples must be whole numbers, one per sample.")
-        self.lengths = values.astype(np.int64)
+        self.lengths: np.ndarray[Any, Any] = values.astype(np.int64)
         super().__init__(range(len(self.lengths)), data_seed=seed)
-        self.group_size = group_size or min(_GROUP, max(1, len(self.lengths) // 4))
+        self.group_size: int = group_size or min(_GROUP, max(1, len(self.lengths) // 4))
 
     def lookup(self, seed: int, epoch: int) -> Callable[[Positions], Positions]:
         """Return the function from positions in an epoch to samples."""

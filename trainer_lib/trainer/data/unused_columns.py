@@ -36,6 +36,9 @@ class DropUnusedColumns:
         [{'x': 1, 'labels': 0}]
     """
 
+    collate_fn: Callable[[list[Any]], Any]
+    used: frozenset[str]
+
     def __init__(self, collate_fn: Callable[[list[Any]], Any], used: frozenset[str]) -> None:
         self.collate_fn, self.used = collate_fn, used
 

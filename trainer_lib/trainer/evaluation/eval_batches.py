@@ -71,7 +71,7 @@ class EvalBatches:
         with _without_repeats(loader, self._in_lockstep):
             for number, batch in enumerate(loader, 1):
                 if leaves is not None and leaves():
-                    self.is_interrupted = True
+                    self.is_interrupted: bool = True
                     break
                 rows = loader.rows
                 if rows is None or rows.real == rows.total:

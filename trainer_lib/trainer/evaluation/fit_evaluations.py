@@ -123,7 +123,7 @@ class FitEvaluations:
     def _note(self, names: Iterable[str], metrics: Mapping[str, float]) -> None:
         run = self._run
         before = self.last if self.last.step == run.state.step else Evaluated()
-        self.last = Evaluated(run.state.step, before.sets | {*names}, {**before.metrics, **metrics})
+        self.last: Evaluated = Evaluated(run.state.step, before.sets | {*names}, {**before.metrics, **metrics})
         run.metrics = self.last.metrics
         run.control.sets_due -= self.last.sets
 

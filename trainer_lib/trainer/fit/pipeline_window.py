@@ -30,7 +30,7 @@ class PipelineWindow:
         model = context.run.model
         takes = isinstance(model, nn.Module) and context.accelerator.takes_windows(model)
         reason = self._reason_against() if takes else ""
-        self.is_on = takes and not reason
+        self.is_on: bool = takes and not reason
         if reason:
             _logger.warning_once(
                 "The stages of the pipeline do not overlap: %s. Leave it out, or give "

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -44,6 +44,10 @@ from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
 from trainer_lib.trainer.safety.signals import Signals
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
+if TYPE_CHECKING:
+    from trainer_lib.events.run import Run
+    from trainer_lib.local_sgd import LocalSGD
+
 _logger = get_logger(__name__)
 
 _Loop = TypeVar("_Loop", bound=TrainLoop)
@@ -59,6 +63,12 @@ class FitSession:
         lease: The right to write into the folder; `None`: nothing is written.
     """
 
+    context: FitContext
+    run: "Run"
+    deadline: Deadline
+    owed: OwedRequests
+    batches: TrainBatches
+
     def __init__(
         self, trainer: TrainerInterface, folder: RunFolder | None, signals: Signals, lease: Lease | None = None
     ) -> None:
@@ -67,16 +77,18 @@ class FitSession:
         self.run = run = context.run
         self.owed, self.deadline = OwedRequests(), deadline_of(run)
         self._clock, self.batches = TrainClock(run), TrainBatches(context)
-        self.saver = CheckpointSaver(context, self._lease)
-        self.rounds = local_rounds(context)
-        self.guard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
+        self.saver: CheckpointSaver = CheckpointSaver(context, self._lease)
+        self.rounds: LocalSGD = local_rounds(context)
+        self.guard: NonFiniteGuard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
         self._bad_samples = BadSamples(context)
         self._parts = batch_parts(trainer)
         self._training_step = self._parts.training_step
-        self.micro_batching = MicroBatching(context, self.guard, self._training_step)
-        self.log = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)
-        self.evaluations = FitEvaluations(context, trainer.evaluate, self.log, self._clock, self.deadline)
-        self.part = RunStatePart(
+        self.micro_batching: MicroBatching = MicroBatching(context, self.guard, self._training_step)
+        self.log: TrainLog = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)
+        self.evaluations: FitEvaluations = FitEvaluations(
+            context, trainer.evaluate, self.log, self._clock, self.deadline
+        )
+        self.part: RunStatePart = RunStatePart(
             context,
             self.owed,
             self.evaluations,
@@ -87,11 +99,13 @@ class FitSession:
                 **({"local_rounds": self.rounds} if self.rounds.enabled else {}),
             },
         )
-        self.loading = RunLoading(context, self.part, self.saver)
-        self.rewind = Rewind(context, self.loading, self.saver, self._clock, self._begin_counting)
-        self.saving = Saving(context, self.saver, self.log, self.evaluations, self.owed, self._clock, self.deadline)
-        self.end = FitEnd(context, self.log, self.evaluations, self.saving, self.saver, self.owed, self._lease)
-        self.triggers = _triggers(context, self.deadline)
+        self.loading: RunLoading = RunLoading(context, self.part, self.saver)
+        self.rewind: Rewind = Rewind(context, self.loading, self.saver, self._clock, self._begin_counting)
+        self.saving: Saving = Saving(
+            context, self.saver, self.log, self.evaluations, self.owed, self._clock, self.deadline
+        )
+        self.end: FitEnd = FitEnd(context, self.log, self.evaluations, self.saving, self.saver, self.owed, self._lease)
+        self.triggers: Triggers = _triggers(context, self.deadline)
         self._watching = ExitStack()
         self._register()
 

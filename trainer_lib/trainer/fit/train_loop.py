@@ -4,10 +4,10 @@ An epoch is a pass over the data, batch by batch. Some batches make a window, wh
 update the run does what it was asked to, always in this order: flush, log, evaluate, interrupt, save, stop.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.local_sgd import LocalSGD
 from trainer_lib.logging import get_logger
@@ -28,6 +28,19 @@ from trainer_lib.trainer.safety.gradient_check import GradientCheck
 from trainer_lib.trainer.safety.micro_batching import TrainingStep
 from trainer_lib.trainer.safety.module_buffers import buffers_kept, no_gradients_of
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from trainer_lib.accelerator.accelerator import Accelerator, _MicroBatch
+    from trainer_lib.checkpointing.save.background import BackgroundSaves
+    from trainer_lib.events.callback import Callback
+    from trainer_lib.events.dispatcher import Dispatcher, Handler
+    from trainer_lib.events.run import Run
+    from trainer_lib.optimizer import AcceleratedOptimizer
+    from trainer_lib.scheduler import AcceleratedScheduler
+    from trainer_lib.state.accumulation_window import GradientWindow
+    from trainer_lib.state.gradient_state import GradientState
 
 _logger = get_logger(__name__)
 
@@ -55,6 +68,23 @@ class TrainLoop:
         rounds: The rounds in which each rank trains by itself; not enabled, ranks reduce their gradients.
     """
 
+    events: "Dispatcher"
+    run: "Run"
+    batches: TrainBatches
+    log: TrainLog
+    rewind: Rewind
+    saving: Saving
+    accelerator: "Accelerator"
+    loader: Any
+    models: "Sequence[Module]"
+    guard: NonFiniteGuard
+    training_step: TrainingStep
+    actions: Actions
+    rounds: LocalSGD
+    window: UpdateWindow
+    gradients: GradientCheck
+    overlapped_saves: OverlappedSaves
+
     def __init__(
         self,
         context: FitContext,
@@ -69,20 +99,23 @@ class TrainLoop:
         rounds: LocalSGD,
         parts: BatchParts,
     ) -> None:
+        self.handlers: dict[str, list[tuple[Callback, Handler]]]
         self.run, self.events, self.handlers = context.run, context.events, context.events.handlers
         self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
         self.accelerator, self.loader, self.models = context.accelerator, context.loader, context.models
-        self.accumulating = context.accelerator.accumulate(*context.models)
-        self.accumulation = context.accelerator.window
-        self.gradient_state = context.accelerator.gradient_state
+        self.accumulating: _MicroBatch = context.accelerator.accumulate(*context.models)
+        self.accumulation: GradientWindow = context.accelerator.window
+        self.gradient_state: GradientState = context.accelerator.gradient_state
         self.guard, self.training_step = guard, step
-        self.optimizers = list(self.run.optimizers.values())
-        self.schedulers = [each for each in self.run.schedulers.values() if moves_each_update(each)]
+        self.optimizers: list[AcceleratedOptimizer] = list(self.run.optimizers.values())
+        self.schedulers: list[AcceleratedScheduler] = [
+            each for each in self.run.schedulers.values() if moves_each_update(each)
+        ]
         self.window, self.actions, self.rounds = UpdateWindow(context), actions, rounds
-        self.pipeline = PipelineWindow(context, parts)
+        self.pipeline: PipelineWindow = PipelineWindow(context, parts)
         self.gradients, self.overlapped_saves = GradientCheck(context), OverlappedSaves(context)
-        self.compiled = CompiledBatches(context.accelerator.state.dynamo_plugin)
-        self.background_saves = context.accelerator.checkpoints.background
+        self.compiled: CompiledBatches = CompiledBatches(context.accelerator.state.dynamo_plugin)
+        self.background_saves: BackgroundSaves = context.accelerator.checkpoints.background
         self.is_between_updates = False
 
     def train(self) -> None:
@@ -250,7 +283,7 @@ class TrainLoop:
         if is_read or is_cut:
             self.end_epoch()
         self.actions.ask()
-        self.is_between_updates = True
+        self.is_between_updates: bool = True
         return self.actions.handle() or is_cut
 
     def end_epoch(self) -> None:

@@ -22,6 +22,8 @@ class UpdateWindow:
         has_samples: Whether the update has samples: of any rank, or of this one while it trains by itself.
     """
 
+    first_sample: int
+
     def __init__(self, context: FitContext) -> None:
         self._run, self._loader, self._accelerator = context.run, context.loader, context.accelerator
         self._window = context.accelerator.window
@@ -39,7 +41,7 @@ class UpdateWindow:
         rows = self._loader.rows
         self.is_filler = False
         if rows is not None and rows.real < rows.total:
-            self.is_filler = rows.real == 0
+            self.is_filler: bool = rows.real == 0
             batch = real_rows(batch, rows)
         if not self.is_filler:
             self.has_samples = True
@@ -50,7 +52,7 @@ class UpdateWindow:
         """Note where the window begins, and whether an earlier rewind skips it."""
         state = self._run.state
         self.first_sample = samples = state.samples
-        self.is_skipped = bool(state.left_out) and any(first <= samples < end for first, end in state.left_out)
+        self.is_skipped: bool = bool(state.left_out) and any(first <= samples < end for first, end in state.left_out)
 
     def write_message(self) -> None:
         """Have the gradients of this update take along what this rank has to tell."""
@@ -86,7 +88,7 @@ class UpdateWindow:
         state.samples += self._loader.samples_in_round or 0
         if is_last and (self._window.is_local or self.is_skipped):
             self._counts.gather()
-            self.has_samples = not self._window.is_local
+            self.has_samples: bool = not self._window.is_local
 
     def _raise_uneven_end(self, share: float) -> None:
         if self._loader.even_batches:

@@ -21,6 +21,9 @@ class Made:
         **options: The arguments of its constructor.
     """
 
+    kind: type
+    options: dict[str, Any]
+
     def __init__(self, kind: type, **options: Any) -> None:
         self.kind, self.options = kind, options
 

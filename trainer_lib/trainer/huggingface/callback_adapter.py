@@ -59,6 +59,9 @@ class AdaptedCallback(Modifier):
         callback: The callback.
     """
 
+    callback: Any
+    key: str
+
     runs_in_sandbox: ClassVar[bool] = False  # what it does is unknown, and most only observe
 
     def __init__(self, callback: Any) -> None:

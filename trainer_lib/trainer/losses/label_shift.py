@@ -43,9 +43,9 @@ class LabelShift:
     def __call__(self, batch: Any) -> bool:
         """Return whether the labels of a batch are shifted; the first batch with token labels measures it."""
         if not self.is_known and has_token_labels(targets_of(batch, self._label_names)):
-            self.is_known = True
+            self.is_known: bool = True
             answer = shifts_labels(self._bare, batch, self._label_names)
-            self.answer = self.answer if answer is None else answer
+            self.answer: bool = self.answer if answer is None else answer
         return self.answer
 
 

@@ -119,7 +119,7 @@ class MeanCheck:
     def _is_due(self) -> bool:
         if self.is_done or not torch.is_grad_enabled():
             return False
-        self.is_done = True
+        self.is_done: bool = True
         return self._is_needed() and all(parameter.dtype is torch.float32 for parameter in self._bare.parameters())
 
     def _measure(self, loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, masks: bool) -> bool | None:

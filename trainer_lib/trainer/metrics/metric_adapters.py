@@ -32,7 +32,7 @@ class ObjectMetric(Metric):
 
     def __init__(self, name: str, metric: Any, merge: Merge | None) -> None:
         super().__init__(name)
-        self.needs_all_rows = merge is None
+        self.needs_all_rows: bool = merge is None
         self._merge = merge
         self._has_reset = callable(getattr(metric, "reset", None))
         self._metric: Any = metric

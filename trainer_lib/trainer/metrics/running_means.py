@@ -95,7 +95,7 @@ class RunningMeans:
                 so_far = sums.setdefault(name, [0.0, 0.0])
                 so_far[0] += total
                 so_far[1] += weight
-        self.items = sums["loss"][1] if "loss" in sums else 0.0
+        self.items: float = sums["loss"][1] if "loss" in sums else 0.0
         return sums
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:

@@ -32,7 +32,7 @@ class GradientCheck:
         if not has_stepped and accelerator.strategy.withholds_gradients():
             accelerator.unscale_gradients()  # which puts them where they are looked for
         has_gradients = any(parameter.grad is not None for parameter in self._run.trained_parameters)
-        self.is_done = has_stepped or has_gradients
+        self.is_done: bool = has_stepped or has_gradients
         if not has_stepped:
             check_all_used(self._models)
         self._without += not self.is_done

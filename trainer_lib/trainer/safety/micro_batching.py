@@ -51,7 +51,7 @@ class MicroBatching:
         self._accelerator, self._events = context.accelerator, context.events
         self._strategy, self._window = run.accelerator.strategy, run.accelerator.window
         self._is_local = self._window.is_local  # outside of a step
-        self.is_on = run.args.per_device_train_batch_size == AUTO
+        self.is_on: bool = run.args.per_device_train_batch_size == AUTO
         self.size: int | None = None
         self._generators = Generators(run.accelerator.device)
         self._buffers = Buffers(context.models)

@@ -40,6 +40,8 @@ class NonFiniteGuard:
         watches_spikes: Whether ranks tell each other the loss of a window.
     """
 
+    policy: Any
+
     def __init__(self, context: FitContext, report: NonFiniteReport, can_rewind: Callable[[], bool]) -> None:
         run, accelerator = context.run, context.accelerator
         args = run.args
@@ -47,12 +49,12 @@ class NonFiniteGuard:
         self._report, self._can_rewind = report, can_rewind
         self._parameters: list[Tensor] = []
         self.policy, self._most, self._factor = args.on_nonfinite, args.max_nonfinite, args.loss_spike
-        self.watches_spikes = self._factor is not None
-        self.is_scaled = accelerator.precision.scaler is not None
+        self.watches_spikes: bool = self._factor is not None
+        self.is_scaled: bool = accelerator.precision.scaler is not None
         self._max_norm = args.max_grad_norm
         self._in_backward = [each for each in run.optimizers.values() if each.updates_in_backward]
         is_on_host = accelerator.device.type == "cpu"
-        self.reads_losses = is_on_host or self.policy != "raise" or self.watches_spikes
+        self.reads_losses: bool = is_on_host or self.policy != "raise" or self.watches_spikes
         # Fused optimizers skip an update on their device; it is reported later, so that nothing waits for the norm.
         self._skipping = [] if self.reads_losses or self.is_scaled else _that_can_skip(run.optimizers.values())
         self._found: Tensor | None = None  # on the device: whether an update was skipped

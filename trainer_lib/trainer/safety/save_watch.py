@@ -35,7 +35,7 @@ class SaveWatch:
         before, self._places = self._places, [stack.places for stack in stacks]
         is_held_up = bool(stacks) and not any(stack.waits_for_ranks for stack in stacks)
         has_moved = is_held_up and self._places != before
-        self.is_moving = has_moved and self._saves.is_writing
+        self.is_moving: bool = has_moved and self._saves.is_writing
         if not is_held_up or has_moved:
             self._moved = now
         if has_moved and self._has_found:

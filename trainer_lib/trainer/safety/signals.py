@@ -38,6 +38,8 @@ class Signals:
         left: Those that are not, each with the reason.
     """
 
+    control: Control
+
     def __init__(self, names: Sequence[str], control: Control, is_main: bool) -> None:
         self.control, self._is_main, self._process = control, is_main, os.getpid()
         self._is_interactive = is_interactive()

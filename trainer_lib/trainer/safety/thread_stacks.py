@@ -35,7 +35,7 @@ class Stack:
 
     def __init__(self, thread: int | None) -> None:
         # Python documents this function, and gives it a private name.
-        self.frames = list(_outwards(sys._current_frames().get(thread or 0)))  # pyright: ignore[reportPrivateUsage]
+        self.frames: list[FrameType] = list(_outwards(sys._current_frames().get(thread or 0)))  # pyright: ignore[reportPrivateUsage]
         waits = next((at for at, frame in enumerate(self.frames) if _reads_from_workers(frame)), None)
         self._reading = None if waits is None else self.frames[waits]
         # torch asks every few seconds whether the workers live: inside of that nothing moves.

@@ -82,7 +82,7 @@ class Trial:
             free_memory_of(error)
 
     def _note(self, run: Run) -> None:
-        self.is_interrupted = run.state.status == "interrupted"
+        self.is_interrupted: bool = run.state.status == "interrupted"
         if self.is_interrupted:
             self.failure = f"interrupted: {run.state.reason}"
             return
@@ -100,6 +100,9 @@ class Trial:
 
 class Reporting(Callback):
     """Reports each evaluation to the study, and ends the trial if the study prunes it."""
+
+    metric: str
+    is_pruned: bool
 
     order = 1000  # after callbacks that add metrics
 
