@@ -260,7 +260,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     # -- one update ----------------------------------------------------------------------------------------------
 
-    def accumulate(self, *models: nn.Module) -> "_MicroBatch":
+    def accumulate(self, *models: nn.Module) -> "AccumulationContext":
         """Return the context of a micro-batch: reductions and steps wait until the accumulation window is complete.
 
         You can enter the same context again for the next micro-batch.
@@ -276,7 +276,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             False
             True
         """
-        return _MicroBatch(self, models or tuple(self.prepared.models))
+        return AccumulationContext(self, models or tuple(self.prepared.models))
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Generator[None]:
@@ -526,7 +526,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.destroy_process_group()
 
 
-class _MicroBatch:
+class AccumulationContext:
     """The context of one micro-batch."""
 
     __slots__ = ("_accelerator", "_local", "_models")

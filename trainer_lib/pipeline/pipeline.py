@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainer_lib.process_group import ProcessGroup
-
 _IGNORED = -100
 _SPREAD = ("pp", "dp_replicate")
 
@@ -54,8 +52,8 @@ class Pipeline:
 
     config: ParallelismConfig
     loss_fn: "Callable[[Any, Any], Tensor]"
-    dp_group: "ProcessGroup | None"
-    pp_group: "ProcessGroup | None"
+    dp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class LaunchValues:
     def __init__(self, options: argparse.Namespace, sagemaker: Mapping[str, Any] | None = None) -> None:
         given = {name: value for name, value in vars(options).items() if name in SETTINGS and value is not None}
         self.file = Path(given["config_file"]).expanduser() if "config_file" in given else find_config_file()
-        self.sagemaker = sagemaker
+        self.sagemaker: Mapping[str, Any] | None = sagemaker
         self._values = {name: Sourced(setting.default, DEFAULT) for name, setting in SETTINGS.items()}
         if sagemaker is not None:
             self.file = None
@@ -98,7 +98,7 @@ class LaunchValues:
     def _take_file(self, file: Path, given: Mapping[str, Any]) -> None:
         values = read_file(file)
         if is_sagemaker(values):
-            self.sagemaker: dict[str, Any] = values  # its world is SageMaker's
+            self.sagemaker = values  # its world is SageMaker's
         else:
             self._take_world(values, file, given)
             for engine in _OF_ENGINES:

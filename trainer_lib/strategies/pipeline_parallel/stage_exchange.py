@@ -1,15 +1,12 @@
 """Messages between the ranks of a pipeline: activations, their gradients, and the outputs of the last stage."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer_lib.foundation.pytree import map_leaves, map_tensors, tensors
-
-if TYPE_CHECKING:
-    from trainer_lib.process_group import ProcessGroup
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MOST_DIMENSIONS = 8
@@ -35,7 +32,7 @@ class StageExchange:
         device: The device of this rank.
     """
 
-    group: "ProcessGroup"
+    group: dist.ProcessGroup
     rank: int
     size: int
 

@@ -26,7 +26,7 @@ class ReadByCheck(Action):
         else:
             self._kinds = members(kind)
         if self.choices is None:
-            self.type: Callable[[str], Any] = self._reader()
+            self.type: Any = self._reader()
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Store the value."""

@@ -32,7 +32,7 @@ from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from trainer_lib.accelerator.accelerator import Accelerator, _MicroBatch
+    from trainer_lib.accelerator.accelerator import Accelerator, AccumulationContext
     from trainer_lib.checkpointing.save.background import BackgroundSaves
     from trainer_lib.events.callback import Callback
     from trainer_lib.events.dispatcher import Dispatcher, Handler
@@ -103,7 +103,7 @@ class TrainLoop:
         self.run, self.events, self.handlers = context.run, context.events, context.events.handlers
         self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
         self.accelerator, self.loader, self.models = context.accelerator, context.loader, context.models
-        self.accumulating: _MicroBatch = context.accelerator.accumulate(*context.models)
+        self.accumulating: AccumulationContext = context.accelerator.accumulate(*context.models)
         self.accumulation: GradientWindow = context.accelerator.window
         self.gradient_state: GradientState = context.accelerator.gradient_state
         self.guard, self.training_step = guard, step

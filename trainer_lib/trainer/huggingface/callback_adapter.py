@@ -60,7 +60,7 @@ class AdaptedCallback(Modifier):
     """
 
     callback: Any
-    key: str
+    key: str | None
 
     runs_in_sandbox: ClassVar[bool] = False  # what it does is unknown, and most only observe
 

@@ -86,7 +86,7 @@ class TimedDeadline(Deadline):
     """
 
     def __init__(self, ends: float, run: Run, steps_ahead: int) -> None:
-        self.description: str = time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends))
+        self.description: str | None = time.strftime("saved before %Y-%m-%d %H:%M:%S", time.localtime(ends))
         self._told_as = time.strftime("the deadline at %Y-%m-%d %H:%M:%S", time.localtime(ends))
         self._ends = time.monotonic() + ends - time.time()
         self._run, self._steps_ahead = run, steps_ahead
