@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.worlds import run_world
-from trainer_lib import Accelerator, ParallelismConfig, TrainingArguments
+from trainer_lib import Accelerator, MemoryKwargs, ParallelismConfig, TrainingArguments
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.commands.plan.rank_memory import RankMemory
 from trainer_lib.commands.plan.simulated_rank import Simulation
@@ -32,6 +32,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fsdp": ({"dp_shard_size": 2}, {}),
     "fsdp, bf16, sgd": ({"dp_shard_size": 2}, {"mixed_precision": "bf16", "optimizer": "sgd"}),
     "tp": ({"tp_size": 2}, {}),
+    "tp, in backward": (
+        {"tp_size": 2},
+        {"optimizer_in_backward": True, "max_grad_norm": None, "on_nonfinite": "raise"},
+    ),
     "cp": ({"cp_size": 2}, {}),
     "sp, bf16": ({"sp_size": 2}, {"mixed_precision": "bf16"}),
     "pp": ({"pp_size": 2}, {"gradient_accumulation_steps": MICRO_BATCHES}),
@@ -103,6 +107,7 @@ def measured(name: str) -> dict[str, int]:
         parallelism_config=ParallelismConfig(**sizes),
         fsdp_plugin=FullyShardedDataParallelPlugin() if "dp_shard_size" in sizes else None,
         gradient_accumulation_steps=steps,
+        kwargs_handlers=[MemoryKwargs(optimizer_in_backward=args.optimizer_in_backward)],
     )
     gc.collect()
     before, watched, kept = held(parameters_alive()), [0], KeptTensors()
@@ -110,7 +115,15 @@ def measured(name: str) -> dict[str, int]:
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     kinds: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    model, optimizer = accelerator.prepare(model, kinds[args.optimizer](model.parameters(), lr=0.01))
+    model, gradients = accelerator.prepare(model), [0]
+
+    def watch_gradients(*_: Any) -> None:
+        gradients[0] = max(gradients[0], held(p.grad for p in model.parameters()))
+
+    if args.optimizer_in_backward:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(watch_gradients)  # before the optimizer's, which frees it
+    optimizer = accelerator.prepare(kinds[args.optimizer](model.parameters(), lr=0.01))
     tokens = torch.zeros(2, 32, dtype=torch.int64)
 
     def watch(*_: Any) -> None:
@@ -127,7 +140,6 @@ def measured(name: str) -> dict[str, int]:
             module.register_forward_hook(watch)
             module.register_full_backward_pre_hook(watch)
     batch = {"input_ids": tokens, "labels": tokens}
-    gradients = 0
     for _ in range(2):  # the first window of a pipeline runs a micro-batch by itself, and buffers are made in it
         optimizer.zero_grad()
         kept.peak = 0
@@ -139,12 +151,12 @@ def measured(name: str) -> dict[str, int]:
                             accelerator.backward(model(**part).loss)
                     elif number == steps - 1:
                         accelerator.backward_window(model, loss_of, [batch] * steps)
-        gradients = held(p.grad for p in model.parameters())
+        watch_gradients()
         optimizer.step()
     states = [tensor for state in optimizer.state.values() for tensor in tensors(dict(state)) if tensor.dim()]
     return {
         "weights": watched[0] - before,
-        "gradients": gradients,
+        "gradients": gradients[0],
         "optimizer": held(states),
         "activations": kept.peak,
     }

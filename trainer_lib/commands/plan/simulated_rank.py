@@ -74,11 +74,11 @@ class Simulation:
         name = self.job.args.mixed_precision or "no"
         if name == "fp8":
             raise UnsupportedError("mixed_precision='fp8' is not simulated. Plan with 'bf16', which takes more memory.")
-        others = [size for size in ("tp", "pp", "cp", "sp") if config.sizes[size] > 1]
-        if self.job.args.optimizer_in_backward and config.total_size > 1 and (plugin is None or others):
+        is_averaged = plugin is None and config.sizes["tp"] < config.total_size  # after the backward
+        if self.job.args.optimizer_in_backward and (is_averaged or config.pp_enabled):
             raise UnsupportedError(
-                "optimizer_in_backward=True works on one device or with FSDP2 (--dp_shard). Shard the weights, or "
-                "leave it out."
+                "optimizer_in_backward=True works on one device, with FSDP2 (--dp_shard), and with --tp alone or with "
+                "FSDP2, not with --pp. Shard the weights, or leave it out."
             )
         kind = DistributedType.NO if config.total_size == 1 else DistributedType.MULTI_CPU
         with simulated_world(config) as world:
