@@ -1,7 +1,7 @@
 """Saving checkpoints at an interval and at the best metric, and deleting old ones (retention)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,8 +36,8 @@ class Checkpoint(Callback):
     keep_best: int
     keep_last: int | None
     metric: str | None
-    on_epoch_end: "Callable[[Run], None]"
-    on_step_end: "Callable[[Run], None]"
+    on_epoch_end: Any
+    on_step_end: Any
 
     saves_checkpoints: ClassVar[bool] = True
 
@@ -70,10 +70,10 @@ class Checkpoint(Callback):
         self.every: Every | None = None if every is None else Every.parse(every, "every")
         if every is not None:
             self._interval = callback_trigger(every, "every")
-            self.on_fit_begin: Callable[[Run], None] = self._begin
+            self.on_fit_begin: Any = self._begin
             self.on_step_end = self.on_epoch_end = self._ask_when_due
         if metric is not None and keep_best:
-            self.on_evaluate_end: Callable[[Run, dict[str, float]], None] = self._ask_when_best
+            self.on_evaluate_end: Any = self._ask_when_best
 
     @property
     def monitored_metric(self) -> str | None:

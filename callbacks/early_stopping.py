@@ -62,7 +62,7 @@ class EarlyStopping(Callback):
         if not 0 <= min_delta < math.inf:
             raise ConfigurationError(f"min_delta must be finite and at least 0 (got {min_delta!r}).")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self.key: str = f"EarlyStopping({metric})"
+        self.key: str | None = f"EarlyStopping({metric})"
         self.sign = 1 if greater_is_better_for(metric, greater_is_better) else -1
         self.reached: tuple[float | None, float | None] = (stop_above, stop_below)
         self.diverged: tuple[float | None, float | None] = (diverged_above, diverged_below)

@@ -5,7 +5,7 @@ import math
 import platform
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,7 +50,7 @@ class JsonlLog(Callback):
         self._traceback: str | None = None
         self._is_training = False
         if skipped_steps:
-            self.on_step_skipped: Callable[[Run], None] = self._write_skipped
+            self.on_step_skipped: Any = self._write_skipped
 
     def on_fit_begin(self, run: Run) -> None:
         self._error, self._traceback, self._is_training = None, None, True

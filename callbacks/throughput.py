@@ -45,7 +45,7 @@ class Throughput(Callback):
         self._is_training = False
         self._first = self._last = self._now = _Progress()
         if tokens is not None or fill:
-            self.on_micro_batch_end: Callable[[Run], None] = self._count
+            self.on_micro_batch_end: Any = self._count
 
     def summary(self) -> dict[str, float]:
         """Return the totals since the start or the resume, up to now or the end of training."""

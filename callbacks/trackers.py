@@ -96,7 +96,7 @@ class TrackerCallback(Callback):
         self._tracker_name = (
             self.tracker if isinstance(self.tracker, str) else str(getattr(kind, "name", kind.__name__))
         )
-        self.key: str = type(self).__name__ if type(self).name else f"TrackerCallback-{self.tracker_name}"
+        self.key: str | None = type(self).__name__ if type(self).name else f"TrackerCallback-{self.tracker_name}"
         if artifact not in (None, "model", "checkpoint"):
             raise ConfigurationError(f'artifact must be "model", "checkpoint" or None (got {artifact!r}).')
         if artifact is not None and not callable(getattr(kind, "log_artifact", None)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from tests.strategies.split import (
     LLAMA_SEQUENCES,
@@ -99,6 +100,20 @@ def test_models_of_transformers(name: str, sizes: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_an_update_after_each_batch() -> None:
     assert_as_one_process(Split(kind=gpt2, sizes=SHARDS, steps=1), 4)
+
+
+def test_gradients_are_split_as_their_weights_are() -> None:
+    def body() -> list[str]:
+        accelerator = accelerator_for(Split(kind=llama))
+        model = accelerator.prepare(model_of(llama))
+        accelerator.backward(model(**default_collate(data(2)))["loss"])
+        return [name for name, weight in model.named_parameters() if _placed(weight) != _placed(weight.grad)]
+
+    assert run_world(body, (), 2) == [[], []]
+
+
+def _placed(tensor: Any) -> Any:
+    return getattr(tensor, "placements", None), tensor.shape, getattr(tensor, "_local_tensor", tensor).shape
 
 
 @pytest.mark.parametrize("coefficient", [True, False], ids=["balanced", "plain"])

@@ -109,10 +109,21 @@ def _plain_loss(value: Any) -> Tensor:
     return value if value.dim() or not hasattr(value, "full_tensor") else _Unaliased.apply(value.full_tensor())
 
 
-def reduce_partial_gradients(parameter: Any) -> None:
-    """Sum a gradient over the ranks of a replica where each has computed a part of it."""
-    if hasattr(parameter, "_local_tensor") and all(placement.is_replicate() for placement in parameter.placements):
+def place_gradients(parameter: Any) -> None:
+    """Hold a gradient as its parameter is held: summed over ranks that computed parts of it, without others' rows."""
+    if not hasattr(parameter, "_local_tensor"):
+        return
+    if all(placement.is_replicate() for placement in parameter.placements):
         parameter.register_post_accumulate_grad_hook(_sum_parts)
+        return
+    mesh, placements = parameter.device_mesh, parameter.placements
+
+    def split(gradient: Any) -> Any:
+        # Each rank computes the whole gradient of an embedding, and would keep it.
+        return gradient if gradient.placements == placements else gradient.redistribute(mesh, placements)
+
+    if parameter.requires_grad:
+        parameter.register_hook(split)
 
 
 def _sum_parts(parameter: Any) -> None:

@@ -162,10 +162,10 @@ class MatrixSplitting(Splitting):
             model.register_forward_hook(styles.make_losses_plain)
 
     def finish(self, model: nn.Module) -> None:
-        """Add up the gradients of weights that ranks use on their parts of the heads or of the sequence."""
+        """Have gradients summed that ranks compute parts of, and split where their weights are."""
         if not self.shards:  # FSDP2 does it with its own reduction
             for parameter in model.parameters():
-                styles.reduce_partial_gradients(parameter)
+                styles.place_gradients(parameter)
 
 
 def _placements(model: nn.Module, chosen: dict[str, str]) -> dict[Tensor, Any]:
