@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers import ProcessFailedError, run_forked
-from trainer_lib.processes.parent_death import is_exiting
+from trainer_lib.processes.proc_stat import is_exiting
 from trainer_lib.state import PartialState
 from trainer_lib.testing import reset_states, run_processes
 

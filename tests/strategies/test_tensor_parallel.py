@@ -102,10 +102,11 @@ def test_an_update_after_each_batch() -> None:
     assert_as_one_process(Split(kind=gpt2, sizes=SHARDS, steps=1), 4)
 
 
-def test_gradients_are_split_as_their_weights_are() -> None:
+@pytest.mark.parametrize("kind", [llama, gpt2])  # whose embedding is that of its head too
+def test_gradients_are_split_as_their_weights_are(kind: Any) -> None:
     def body() -> list[str]:
-        accelerator = accelerator_for(Split(kind=llama))
-        model = accelerator.prepare(model_of(llama))
+        accelerator = accelerator_for(Split(kind=kind))
+        model = accelerator.prepare(model_of(kind))
         accelerator.backward(model(**default_collate(data(2)))["loss"])
         return [name for name, weight in model.named_parameters() if _placed(weight) != _placed(weight.grad)]
 

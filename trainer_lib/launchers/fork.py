@@ -19,8 +19,8 @@ from trainer_lib.launchers.launch_plan import LOCALHOST
 from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
 from trainer_lib.options.base import check_count, check_positive
 from trainer_lib.processes.exit_codes import exit_code_of
-from trainer_lib.processes.parent_death import is_exiting
 from trainer_lib.processes.ports import free_port
+from trainer_lib.processes.proc_stat import is_exiting
 
 _GRACE = 5.0  # seconds that a process gets to end after SIGTERM
 _POLL = 0.1  # seconds between two checks for dead processes

@@ -1,4 +1,4 @@
-"""Processes that die when their parent dies, however it ends, and whether another process is about to end."""
+"""Processes that die when their parent dies, however it ends."""
 
 import contextlib
 import ctypes
@@ -8,10 +8,8 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
-_PF_EXITING = 4  # from Linux's linux/sched.h
 _POLL_INTERVAL = 0.5  # seconds
 
 
@@ -44,19 +42,6 @@ def die_with_starter(by_main_thread: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if not by_main_thread or sys.platform != "linux" or os.getppid() != starter.pid:
         threading.Thread(target=_watch, args=(os.getppid(), starter.pid), name="parent", daemon=True).start()
-
-
-def is_exiting(pid: int | None) -> bool:
-    """Return whether the kernel is ending a process, whose parent has not been told yet; `False` where it does not say.
-
-    Args:
-        pid: The process.
-    """
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
-    except OSError:
-        return False
-    return bool(int(after_name[6]) & _PF_EXITING)
 
 
 def _watch(parent: int, starter: int) -> None:

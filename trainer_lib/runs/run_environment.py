@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.imports import version_of
+from trainer_lib.processes.proc_stat import began_at
 
 _GIT_TIMEOUT = 2.0  # seconds
 _PACKAGES = ("numpy", "transformers", "datasets", "accelerate", "peft", "safetensors")
@@ -78,8 +79,7 @@ def _began() -> float:
     """Return when this process began, as psutil does, whose import takes longer than all other facts."""
     try:
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
-        return float(boot.split()[1]) + int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+        return float(boot.split()[1]) + int(began_at("self")) / os.sysconf("SC_CLK_TCK")
     except (OSError, StopIteration):  # not on Linux
         import psutil
 

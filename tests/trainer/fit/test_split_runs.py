@@ -134,7 +134,7 @@ CHAINS = [
     ("plain", "adamw", "tp2_fsdp2", "pp2_tp2", "pp2", "pp2", "one"),
     ("tied", "sgd", "tp2_fsdp2", "pp2_fsdp2", "one", "tp2_sp2", "dp2", "tp2"),
     ("tied", "adamw", "pp2", "tp2_hsdp4", "tp2_cp2_fsdp2", "tp2_cp2", "one"),
-    ("tied", "sgd", "tp2_sp2_fsdp2", "tp2_cp2_dp2", "pp2_tp2_cp2", "pp2_sp2_fsdp2", "pp2_tp2"),
+    ("tied", "sgd", "tp2_sp2_fsdp2", "tp2_cp2_dp2", "pp2_tp2_cp2", "pp2_cp2", "pp2_sp2_fsdp2", "pp2_sp2", "pp2_tp2"),
 ]
 
 

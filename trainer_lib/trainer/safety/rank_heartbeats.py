@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.process_group import ProcessGroup
+from trainer_lib.processes.proc_stat import began_at
 
 _LOCALHOST = "127.0.0.1"
 _OUTSIDE = "192.0.2.1"  # an address that no host has; nothing is sent to it
@@ -240,8 +241,7 @@ def _process(pid: int) -> Facts | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it points to nothing
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # A number is given away again, so it is the time of the start that tells.
+        return {"pid": pid, "space": f"{boot} {space}", "began": began_at(pid)}
     except OSError:
         return None
-    # A number is given away again, so it is the time of the start that tells; names may contain brackets.
-    return {"pid": pid, "space": f"{boot} {space}", "began": stat.rsplit(")", 1)[1].split()[19]}
