@@ -89,8 +89,11 @@ class WeightedBackward:
 
         def scaled(index: int) -> tuple[Tensor, WeightedLoss]:
             loss, weight, facts = compute(batches[index])
-            return loss / share.nominal, WeightedLoss(loss.detach(), _checked_weight(weight), facts)
+            return self._precision.scale(loss / share.nominal), WeightedLoss(
+                loss.detach(), _checked_weight(weight), facts
+            )
 
+        self._precision.begin_backward(not any(optimizer.holds_gradients for optimizer in optimizers))
         window.begin_backward()
         losses = self._strategy.run_window(model, scaled, [_shapes(batch) for batch in batches], around)
         share.local = sum((loss.weight for loss in losses), start=share.local)

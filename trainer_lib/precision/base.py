@@ -36,6 +36,14 @@ class FullPrecision:
     def unwrap_forward(self, model: nn.Module) -> None:
         """Undo `wrap_forward`."""
 
+    def begin_backward(self, begins_window: bool) -> None:
+        """Prepare a backward, or all those of a window; `begins_window`: no gradients are pending from before."""
+        del begins_window
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss whose gradients `unscale` divides."""
+        return loss
+
     def backward(self, loss: Tensor, begins_window: bool, divisor: float = 1.0, **kwargs: Any) -> None:
         """Compute the gradients of `loss / divisor`; `begins_window`: no gradients are pending from before."""
         del begins_window

@@ -20,7 +20,8 @@ from trainer_lib.state.partial_state import PartialState
 class LossScaler(torch.amp.GradScaler):
     """Calls torch's scaler separately for each layout of gradients, since it does not take several at once.
 
-    An optimizer whose gradients are shards without a layout has a method `share_overflow` to agree with other ranks.
+    An optimizer whose gradients other ranks do not have, such as those of shards without a layout or of another stage,
+    has a method `share_overflow` to agree with those ranks.
     """
 
     def _unscale_grads_(
@@ -61,6 +62,7 @@ class ScaledAutocast(Autocast):
             )
         self.scaler: torch.amp.GradScaler = LossScaler(device_type, **scaler_options.to_dict())
         self._update_is_due = False
+        self._is_initialized = False
         # For each optimizer that stepped: the flags, on the device, of whether it overflowed.
         self._overflow_flags: WeakKeyDictionary[Optimizer, list[Tensor]] = WeakKeyDictionary()
 
@@ -81,11 +83,21 @@ class ScaledAutocast(Autocast):
                     "Load the model in fp32 (model.float()), or freeze its fp16 weights."
                 )
 
-    def backward(self, loss: Tensor, begins_window: bool, divisor: float = 1.0, **kwargs: Any) -> None:
-        """Compute scaled gradients."""
-        # Update the scale only while no optimizer holds gradients computed with the old scale.
+    def begin_backward(self, begins_window: bool) -> None:
+        """Update the scale, but only while no optimizer holds gradients computed with the old scale."""
         if begins_window:
             self._update_scale()
+            if not self._is_initialized:  # as the first loss would: a rank may compute none
+                self._is_initialized = True
+                self.scaler.scale(torch.zeros((), device=self.device_type))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss."""
+        return self.scaler.scale(loss)
+
+    def backward(self, loss: Tensor, begins_window: bool, divisor: float = 1.0, **kwargs: Any) -> None:
+        """Compute scaled gradients."""
+        self.begin_backward(begins_window)
         differentiate(self.scaler.scale(loss), divisor, kwargs)
 
     def unscale(self, optimizer: Optimizer) -> None:
