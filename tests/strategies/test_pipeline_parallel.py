@@ -1,18 +1,15 @@
 """Pipeline parallelism in an `Accelerator`: the numbers of one process, whatever stage a rank holds."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.nn.functional import cross_entropy
 
+from tests.strategies.pipelines import assert_as_one_process, assert_windows_are_one_process
 from tests.strategies.split import (
     LENGTH,
     VOCABULARY,
@@ -24,10 +21,16 @@ from tests.strategies.split import (
     gpt2,
     llama,
     model_of,
-    train,
 )
 from tests.worlds import run_world
-from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError, UnsupportedError
+from trainer_lib import (
+    Accelerator,
+    ConfigurationError,
+    GradScalerKwargs,
+    ParallelismConfig,
+    PreparationError,
+    UnsupportedError,
+)
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.options.pipeline_options import SPLIT_BACKWARD
 from trainer_lib.state import AcceleratorState, PartialState
@@ -45,17 +48,6 @@ def four_blocks() -> nn.Module:
     for parameter in layers[0].parameters():
         parameter.requires_grad = False
     return nn.Sequential(*layers)
-
-
-def assert_as_one_process(case: Split, ranks: int) -> None:
-    (expected,) = run_world(train, (case,), 1, timeout=90)
-    for rank, actual in enumerate(run_world(train, (case,), ranks, timeout=90)):
-        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
-        assert actual["stored"] == expected["stored"], "no sample twice"
-        if rank == 0:
-            assert list(actual["state"]) == list(expected["state"])
-            torch.testing.assert_close(actual["state"], expected["state"], rtol=1e-5, atol=1e-6)
 
 
 def test_two_stages_are_one_process() -> None:
@@ -134,81 +126,6 @@ def _row() -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, 16), *blocks, nn.Linear(16, VOCABULARY))
 
 
-def _window_batches(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return micro-batches with unlike numbers of ignored targets, in every third step one of them shorter."""
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randint(VOCABULARY - 1, (count, 2, LENGTH), generator=generator)
-    targets = inputs.roll(1)
-    targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100
-    batches = list(zip(inputs, targets, strict=True))
-    if step % 3 == 2:
-        batches[-1] = (batches[-1][0][:1], batches[-1][1][:1])
-    return batches
-
-
-def _train_windows(kind: Callable[[], nn.Module], schedule: str, tp_size: int = 1, steps: int = 4) -> Any:
-    size = max(PartialState(cpu=True).num_processes // tp_size, 1)
-    handler = TorchPipelineParallelConfig(schedule=schedule)
-    config = ParallelismConfig(pp_size=size, tp_size=1 if size == 1 else tp_size, pp_handler=handler)
-    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=steps)
-    model = model_of(kind)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-    def loss_of(batch: Any) -> WeightedLoss:
-        outputs = model(batch[0])
-        logits = getattr(outputs, "logits", outputs)
-        loss = cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
-        return WeightedLoss(loss, float((batch[1] != -100).sum()))
-
-    def train_window(step: int) -> list[WeightedLoss]:
-        batches, sums = _window_batches(step, steps), list[WeightedLoss]()
-        for number in range(steps):
-            with accelerator.accumulate(model):
-                if not accelerator.takes_windows(model):
-                    part = loss_of(batches[number])
-                    accelerator.backward(part.loss, weight=part.weight)
-                    sums.append(part._replace(loss=part.loss.detach()))
-                elif number == steps - 1:
-                    sums = accelerator.backward_window(model, loss_of, batches)
-        return sums
-
-    losses, norms = [], []
-    with _counted_steps(get_schedule_class(schedule)) as runs:
-        for step in range(4):  # the third has a shorter batch
-            sums = train_window(step)
-            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(sum(part.loss for part in sums) / sum(part.weight for part in sums)))
-    return losses, norms, accelerator.get_state_dict(model), runs
-
-
-@contextmanager
-def _counted_steps(kind: Any) -> Generator[list[int]]:
-    """Note how many micro-batches each step of a schedule runs."""
-    counts: list[int] = []
-    step = kind.step
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts.append(len(kwargs["index"]))
-        return step(self, *args, **kwargs)
-
-    with patch.object(kind, "step", counted):
-        yield counts
-
-
-def _assert_windows_are_one_process(
-    kind: Callable[[], nn.Module], schedule: str, ranks: int, tp_size: int = 1, steps: int = 4
-) -> None:
-    ((losses, norms, state, _),) = run_world(_train_windows, (kind, schedule, 1, steps), 1, timeout=90)
-    for rank, actual in enumerate(run_world(_train_windows, (kind, schedule, tp_size, steps), ranks, timeout=90)):
-        assert actual[0] == pytest.approx(losses, rel=1e-6)
-        assert actual[1] == pytest.approx(norms, rel=1e-6)
-        assert max(actual[3]) == steps, "whole windows ran in the schedule"
-        if rank == 0:
-            torch.testing.assert_close(actual[2], state, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -220,18 +137,18 @@ def _assert_windows_are_one_process(
     ],
 )
 def test_windows_in_schedules_are_one_process(schedule: str) -> None:
-    _assert_windows_are_one_process(_row, schedule, 2)
+    assert_windows_are_one_process(_row, schedule, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_windows_of_four_stages_and_tied_weights(schedule: str) -> None:
     # ZBVZeroBubble takes windows of seven micro-batches or more on four ranks, the others of four.
-    _assert_windows_are_one_process(_row, schedule, 4, steps=8 if schedule == "ZBVZeroBubble" else 4)
+    assert_windows_are_one_process(_row, schedule, 4, steps=8 if schedule == "ZBVZeroBubble" else 4)
     if schedule in SPLIT_BACKWARD:
-        _assert_windows_are_one_process(partial(gpt2, 4), schedule, 2)
+        assert_windows_are_one_process(partial(gpt2, 4), schedule, 2)
     else:
-        _assert_windows_are_one_process(partial(gpt2, 4), schedule, 4, tp_size=2)
+        assert_windows_are_one_process(partial(gpt2, 4), schedule, 4, tp_size=2)
 
 
 class Swaps(nn.Module):
@@ -266,7 +183,6 @@ def _text(function: Callable[[], object], kind: type[Exception]) -> str:
 
 def _refused() -> list[str]:
     texts = [
-        _text(lambda: _accelerator(mixed_precision="fp16"), UnsupportedError),
         _text(lambda: _accelerator(dynamo_backend="eager"), UnsupportedError),
         _text(lambda: _accelerator(pp_size=3), ConfigurationError),
     ]
@@ -284,8 +200,7 @@ def _refused() -> list[str]:
 
 
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
-    fp16, compiled, world, nothing, short, inside, swaps, pairs = run_world(_refused)[0]
-    assert "mixed_precision='fp16' does not work with pp_size=2" in fp16
+    compiled, world, nothing, short, inside, swaps, pairs = run_world(_refused)[0]
     assert "torch.compile does not work with pp_size=2" in compiled
     assert "there are 2. Start 3 processes, or the product of the sizes must divide 2, for example pp_size=2" in world
     assert "Linear has no list of repeated blocks" in nothing
@@ -359,3 +274,100 @@ def _without_pipeline() -> str:
 
 def test_windows_need_a_pipeline() -> None:
     assert "Call backward for each micro-batch" in run_world(_without_pipeline, (), 1)[0]
+
+
+class Deep(nn.Module):
+    """Two blocks, of which the first one has the larger gradients: it overflows where the second one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Linear(8, 8) for _ in range(2)]
+        blocks[0].weight.data /= 64
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](inputs * 64))
+
+
+def _fp16_run(folder: Path, resumes: bool = False, sizes: dict[str, Any] = ALONE, windows: bool = False) -> Any:
+    """Train; return the loss, the norm, whether it was skipped and the scale of each update, and the weights."""
+    handler = TorchPipelineParallelConfig(schedule="1F1B" if windows else None)
+    is_spread = PartialState(cpu=True).num_processes > 1
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        parallelism_config=ParallelismConfig(**sizes, pp_handler=handler) if is_spread else None,
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**11, growth_interval=2)],
+    )
+    model = model_of(Deep)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    if resumes:
+        accelerator.load_state(folder)
+    batches = torch.randn(8, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    replica, replicas = accelerator.data_group.rank, accelerator.data_group.size
+    updates: list[tuple[float, ...]] = []
+    are_finite: list[bool] = []
+
+    def loss_of(batch: Tensor) -> WeightedLoss:
+        rows = batch.chunk(replicas)[replica]
+        return WeightedLoss(model(rows).square().sum(), float(len(rows)))
+
+    for step in range(4 if resumes else 0, 8):
+        if step == 4 and not resumes:
+            accelerator.save_state(folder)
+        losses: list[WeightedLoss] = []
+        for number, batch in enumerate(batches[step]):
+            with accelerator.accumulate(model):
+                if not accelerator.takes_windows(model):
+                    losses.append(loss_of(batch))
+                    accelerator.backward(losses[-1].loss, weight=losses[-1].weight)
+                elif number == 1:
+                    losses = accelerator.backward_window(model, loss_of, list(batches[step]))
+        gradients: list[Any] = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+        are_finite.append(all(bool(gradient.isfinite().all()) for gradient in gradients))
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = sum(float(part.loss.detach()) for part in losses) / sum(float(part.weight) for part in losses)
+        updates.append((loss, norm, float(optimizer.step_was_skipped), accelerator.scaler.get_scale()))
+    return updates, are_finite, accelerator.get_state_dict(model)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    ("sizes", "windows", "tolerance"),
+    [
+        # The last bit of a norm may round a 16-bit weight to its neighbor.
+        (ALONE, False, 1e-3),
+        (ALONE, True, 1e-3),
+        # Each replica computes gradients of its rows in 16 bits.
+        pytest.param(REPLICAS, True, 2e-2, marks=pytest.mark.slow),
+        pytest.param(SHARDS, True, 2e-2, marks=pytest.mark.slow),
+    ],
+)
+def test_fp16_skips_the_updates_that_one_process_skips(
+    sizes: dict[str, Any], windows: bool, tolerance: float, tmp_path: Path
+) -> None:
+    ((expected, _, state),) = run_world(_fp16_run, (tmp_path / "one",), 1)
+    losses, norms, skips, scales = zip(*expected, strict=True)
+    assert 1 < sum(skips) < 6, "some updates overflow, and not the others"
+    runs = run_world(_fp16_run, (tmp_path / "several", False, sizes, windows), 2 * len(sizes))
+    for updates, _, weights in runs:
+        actual = list(zip(*updates, strict=True))
+        if len(sizes) == 1:
+            assert actual[0][:5] == pytest.approx(losses[:5], rel=1e-6)
+            assert actual[0] == pytest.approx(losses, rel=tolerance)
+        assert actual[1] == pytest.approx(norms, rel=tolerance, nan_ok=True)
+        assert (actual[2], actual[3]) == (skips, scales), "on all stages together"
+        if weights:
+            torch.testing.assert_close(weights, state, rtol=tolerance, atol=tolerance / 10)
+    assert any(mine and skipped for mine, skipped in zip(runs[-1][1], skips, strict=True)), "for another's overflow"
+
+
+def test_fp16_resumes_with_the_scale_on_stages_and_on_one_process(tmp_path: Path) -> None:
+    ((updates, _, state), _) = run_world(_fp16_run, (tmp_path / "c",))
+    for ranks in (2, 1):
+        (resumed, _, weights), *_ = run_world(_fp16_run, (tmp_path / "c", True), ranks)
+        assert [row[2:] for row in resumed] == [row[2:] for row in updates[4:]]
+        torch.testing.assert_close(weights, state, rtol=1e-6, atol=1e-7)

@@ -15,8 +15,9 @@ from trainer_lib.inference.pippy_names import find_pippy_batch_size
 from trainer_lib.modules.names import class_name
 from trainer_lib.options.base import check_count
 from trainer_lib.state import PartialState
+from trainer_lib.strategies.pipeline_parallel.model_stages import StageEnd
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, with_tensors
-from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageEnd, StageGates
+from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 
 
 def prepare_pippy(
@@ -117,7 +118,7 @@ class _InferencePipeline:
 
     def _run_stage(self, args: Any, kwargs: Any) -> Any:
         """Run this rank's layers on a chunk; return the outputs of the last ones."""
-        received = self._exchange.receive_activations(self._rank - 1) if self._rank else None
+        received = self._exchange.receive_activations(self._rank - 1) if self._rank else ()
         try:
             return self._gates.run(self._model, self._rank, received, args, kwargs)
         except StageEnd as end:

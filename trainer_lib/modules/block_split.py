@@ -36,21 +36,58 @@ def split_evenly(model: nn.Module, blocks: list[str], num_stages: int) -> list[i
     Raises:
         ConfigurationError: If there are fewer blocks than stages.
     """
-    if num_stages > len(blocks):
-        raise ConfigurationError(
-            f"{num_stages} stages need as many blocks, and {type(model).__name__} has {len(blocks)}. Set pp_size or "
-            f"stages_per_rank so that their product is at most {len(blocks)}, or name smaller blocks (blocks=)."
-        )
     costs = [1 + sum(weight.numel() for weight in model.get_submodule(name).parameters()) for name in blocks]
-    best: dict[int, tuple[int, list[int]]] = {end: (sum(costs[:end]), [0, end]) for end in range(1, len(blocks) + 1)}
+    return even_bounds(costs, num_stages, type(model).__name__)
+
+
+def even_bounds(costs: Sequence[int], num_stages: int, model: str) -> list[int]:
+    """Return where each stage begins, and the end, so that the largest stage costs as little as possible.
+
+    Args:
+        costs: What each block costs.
+        num_stages: How many stages there are.
+        model: The name of the model's class, for errors.
+
+    Raises:
+        ConfigurationError: If there are fewer blocks than stages.
+
+    Example:
+        >>> even_bounds([3, 1, 1, 1], 2, "Net")
+        [0, 1, 4]
+    """
+    if num_stages > len(costs):
+        raise ConfigurationError(
+            f"{num_stages} stages need as many blocks, and {model} has {len(costs)}. Set pp_size or stages_per_rank so "
+            f"that their product is at most {len(costs)}, or name smaller blocks (blocks=)."
+        )
+    best: dict[int, tuple[int, list[int]]] = {end: (sum(costs[:end]), [0, end]) for end in range(1, len(costs) + 1)}
     for count in range(2, num_stages + 1):
         best = {
             end: min(
                 (max(best[start][0], sum(costs[start:end])), [*best[start][1], end]) for start in range(count - 1, end)
             )
-            for end in range(count, len(blocks) + 1)
+            for end in range(count, len(costs) + 1)
         }
-    return best[len(blocks)][1]
+    return best[len(costs)][1]
+
+
+def outermost_blocks(model: nn.Module) -> list[str]:
+    """Return the names of modules with weights: those of outermost lists, and those beside the lists.
+
+    Example:
+        >>> outermost_blocks(nn.ModuleDict({"down": nn.ModuleList([nn.Linear(1, 1)]), "up": nn.Linear(1, 1)}))
+        ['down.0', 'up']
+    """
+    return [name for name in _in_lists(model, "") if any(True for _ in model.get_submodule(name).parameters())]
+
+
+def _in_lists(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        has_list = any(isinstance(inside, nn.ModuleList | nn.Sequential) for inside in child.modules())
+        if has_list and not isinstance(module, nn.ModuleList | nn.Sequential):
+            yield from _in_lists(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _repeated_blocks(model: nn.Module) -> list[str]:

@@ -23,8 +23,20 @@ def wrap_forward(model: nn.Module, around: Callable[[Forward], Forward]) -> None
     model = _inside_compile(model)
     original = model.forward
     model.__dict__["_original_forward"] = original
+
+    @wraps(_unbound(original, model))
+    def inside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_original_forward"](*args, **kwargs)
+
     # A method, not a closure: a deep copy of the model then runs the copy's weights.
-    model.__dict__["forward"] = MethodType(around(_unbound(original, model)), model)
+    model.__dict__["forward"] = MethodType(around(inside), model)
+
+
+def replace_forward(model: nn.Module, forward: Forward) -> None:
+    """Replace a module's forward, inside its wrapper if it has one."""
+    model = _inside_compile(model)
+    name = "_original_forward" if "_original_forward" in model.__dict__ else "forward"
+    model.__dict__[name] = forward
 
 
 def unwrap_forward(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """`TorchPipelineParallelConfig`: options of pipeline parallelism, and the schedules of torch by name."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
@@ -26,6 +26,10 @@ class TorchPipelineParallelConfig:
         stages_per_rank: How many stages each rank holds; by default 1, and 2 for schedules that need several.
         blocks_per_stage: How many blocks each stage holds; `stages_per_rank` follows once the model is known. By
             default stages have as equal numbers of weights as possible.
+        example_inputs: The inputs of a micro-batch, as the model is called with them: a mapping of names, or a
+            sequence. With it the model is cut by tracing its forward (`torch.export`), which may be any row of
+            operations: each stage gets all that it needs of those before. Only shapes and types count. Stages begin
+            where the `blocks` do, or at calls of `torch.distributed.pipelining.pipe_split()`.
 
     Example:
         >>> TorchPipelineParallelConfig(blocks="encoder.layer.*").blocks
@@ -36,6 +40,7 @@ class TorchPipelineParallelConfig:
     schedule: str | None = "1F1B"
     stages_per_rank: int | None = None
     blocks_per_stage: int | None = None
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the types; names are checked with the model."""
@@ -48,6 +53,7 @@ class TorchPipelineParallelConfig:
             )
         if self.schedule is not None:
             self.schedule = schedule_name(self.schedule)
+        self._check_example()
         if self.blocks_per_stage is not None:
             check_count("blocks_per_stage", self.blocks_per_stage)
             if self.stages_per_rank is not None:
@@ -61,6 +67,32 @@ class TorchPipelineParallelConfig:
         check_count("stages_per_rank", self.stages_per_rank)
         if self.schedule is not None:
             check_schedule(self.schedule, self.stages_per_rank)
+
+    @property
+    def traces(self) -> bool:
+        """Whether the model is cut by tracing its forward."""
+        return self.example_inputs is not None
+
+    @property
+    def example_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional inputs and those by name of the example."""
+        inputs = self.example_inputs
+        return ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs or ()), {})
+
+    def _check_example(self) -> None:
+        inputs: Any = self.example_inputs
+        if inputs is None:
+            return
+        if not isinstance(inputs, Mapping | list | tuple) or not inputs:
+            raise ConfigurationError(
+                f"example_inputs must be a mapping or a sequence of inputs of the model (got {type(inputs).__name__}). "
+                "Example: example_inputs={'input_ids': torch.zeros(2, 128, dtype=torch.long)}."
+            )
+        if self.blocks_per_stage is not None:
+            raise ConfigurationError(
+                f"blocks_per_stage={self.blocks_per_stage} does not work with example_inputs: tracing finds where "
+                "blocks run. Name the first block of each stage (blocks=[…]), and set stages_per_rank."
+            )
 
 
 def stages_per_rank_of(config: TorchPipelineParallelConfig, num_blocks: int, pp_size: int) -> int:

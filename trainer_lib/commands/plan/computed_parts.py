@@ -30,7 +30,8 @@ from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfi
 from trainer_lib.precision.registry import choose_precision
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies.fsdp import materialize
-from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageEnd, StageGates
+from trainer_lib.strategies.pipeline_parallel.model_stages import StageEnd
+from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.strategies.tensor_parallel.tensor_parallel import MatrixSplitting
 from trainer_lib.trainer.fit.build_accelerator import adapt_model
 
@@ -207,7 +208,7 @@ class _Built:
         try:
             return _scalar(self._job.loss(_StageCall(self.model, self._gates, stage, received), batch))
         except StageEnd as end:
-            return end.activations
+            return end.activations[0]
 
     def _part_of(self, batch: Any) -> AbstractContextManager[Any]:
         """Return the context with this rank's part of a batch, where ranks share sequences."""
@@ -257,7 +258,8 @@ class _StageCall(nn.Module):
         """Return the outputs of the last stage; the others raise `StageEnd`."""
         if "use_cache" in inspect.signature(self.module.forward).parameters:
             kwargs.setdefault("use_cache", False)
-        return self._gates.run(self.module, self._stage, self._received, args, kwargs)
+        received = () if self._received is None else (self._received,)
+        return self._gates.run(self.module, self._stage, received, args, kwargs)
 
 
 @contextmanager

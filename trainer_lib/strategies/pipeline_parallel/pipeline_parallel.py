@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,6 +30,7 @@ from trainer_lib.strategies.fsdp.fsdp import FSDP
 from trainer_lib.strategies.fsdp.fully_shard import ShardedModel, Splitting
 from trainer_lib.strategies.optimizer_state_names import parameter_names
 from trainer_lib.strategies.pipeline_parallel import stage_state
+from trainer_lib.strategies.pipeline_parallel.model_stages import ModelStages
 from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel
 from trainer_lib.strategies.pipeline_parallel.shared_weights import SharedWeights
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange
@@ -36,6 +38,8 @@ from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.strategies.pipeline_parallel.stage_state import WholeModel
 from trainer_lib.strategies.pipeline_parallel.window_facts import WindowFacts
 from trainer_lib.strategies.pipeline_parallel.window_runner import WindowRunner
+
+_OF_MODULES = ("dp_shard", "cp", "sp", "tp")  # dimensions that do not work with a traced model
 
 
 class _Pipeline(NamedTuple):
@@ -49,7 +53,7 @@ class _Pipeline(NamedTuple):
 
     module: nn.Module
     whole: WholeModel
-    gates: StageGates
+    gates: ModelStages
 
 
 class PipelineParallel(FSDP):
@@ -149,6 +153,7 @@ class PipelineParallel(FSDP):
         """Let an optimizer that was created before its model was cut train the weights of this rank."""
         for settings in optimizer.param_groups:
             settings["params"][:] = [p for p in settings["params"] if p not in self._elsewhere]
+        vars(optimizer)["share_overflow"] = self._share_overflow  # which the scaler of fp16 asks for
         super().rebind_parameters(optimizer)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -226,14 +231,24 @@ class PipelineParallel(FSDP):
 
     def release(self) -> None:
         """Release the models and optimizers."""
+        for optimizer, _ in self._step_hooks:
+            vars(optimizer).pop("share_overflow", None)
         super().release()
         self._pipelines.clear()
         self._runners.clear()
         self._elsewhere.clear()
         self._counted_elsewhere.clear()
 
+    def _share_overflow(self, flags: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """Return whether gradients of any stage overflowed, out of the flags for those of this rank's stages."""
+        flag = torch.zeros((), device=self.device)
+        for of_device in flags.values():
+            flag = torch.maximum(flag, of_device.to(self.device))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._exchange.group)
+        return {self.device: flag}
+
     def _splitting(self, model: nn.Module) -> Splitting:
-        gates = StageGates(self._cut(model))
+        gates = self._gates(model)
         self._pipelines.append(_Pipeline(model, WholeModel(model), gates))
         splitting = _StageSplitting(self._replicas, gates, self._stages, self._matrix_splitting(model))
         splitting.shards = self._shards
@@ -242,6 +257,13 @@ class PipelineParallel(FSDP):
     def _hold_stages(self, per_rank: int) -> None:
         self._ranks = ranks_of_stages(self._config.schedule, self._exchange.size, per_rank)  # of each stage
         self._stages = [stage for stage, rank in enumerate(self._ranks) if rank == self._exchange.rank]
+
+    def _gates(self, model: nn.Module) -> ModelStages:
+        if not self._config.traces:
+            return StageGates(self._cut(model))
+        from trainer_lib.strategies.pipeline_parallel.traced_stages import TracedStages
+
+        return TracedStages(model, self._config, len(self._ranks), self.device)
 
     def _cut(self, model: nn.Module) -> Cut:
         size = self._config.blocks_per_stage
@@ -310,7 +332,7 @@ class _StageSplitting(Splitting):
         matrices: What is done to the modules that remain.
     """
 
-    def __init__(self, replicas: ProcessGroup, gates: StageGates, held: Sequence[int], matrices: Splitting) -> None:
+    def __init__(self, replicas: ProcessGroup, gates: ModelStages, held: Sequence[int], matrices: Splitting) -> None:
         super().__init__(replicas=replicas)
         self._gates, self._held, self._matrices = gates, held, matrices
 
@@ -353,13 +375,15 @@ def _refuse_others(parallelism: ParallelismConfig, config: TorchPipelineParallel
             f"The schedule {config.schedule!r} computes gradients of inputs before those of weights, and torch does "
             f"so for whole weights only (got {', '.join(parts)}). Choose 'Interleaved1F1B'."
         )
+    others = [f"{name}_size={parallelism.sizes[name]}" for name in _OF_MODULES if parallelism.sizes[name] > 1]
+    if config.traces and others:
+        raise UnsupportedError(
+            f"A model that is cut by tracing (example_inputs of TorchPipelineParallelConfig) is a row of operations, "
+            f"and {', '.join(others)} splits modules. Set dp_replicate_size for more ranks, or leave example_inputs "
+            "out."
+        )
     if mixed_precision == "fp8":
         raise UnsupportedError(
             f"mixed_precision='fp8' does not work with pp_size={parallelism.pp_size} in this version. Use 'bf16' or "
             "'no'."
-        )
-    if mixed_precision == "fp16":
-        raise UnsupportedError(
-            f"mixed_precision='fp16' does not work with pp_size={parallelism.pp_size}: the scaler of each stage would "
-            "skip other updates. Use 'bf16' or 'no'."
         )

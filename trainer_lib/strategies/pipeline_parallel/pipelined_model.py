@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.foundation.pytree import tensors
+from trainer_lib.strategies.pipeline_parallel.model_stages import Activations, ModelStages, StageEnd
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, TensorSpec, with_tensors
-from trainer_lib.strategies.pipeline_parallel.stage_gates import StageEnd, StageGates
 
 _MOST_STAGES = 2**16  # so many numbers lie between two seeds
+
+Specs = tuple[TensorSpec, ...]
 
 
 class PipelinedModel(nn.Module):
@@ -31,7 +33,7 @@ class PipelinedModel(nn.Module):
     """
 
     exchange: StageExchange
-    gates: StageGates
+    gates: ModelStages
     module: nn.Module
     ranks: list[int]
 
@@ -39,7 +41,7 @@ class PipelinedModel(nn.Module):
         self,
         module: nn.Module,
         ranks: Sequence[int],
-        gates: StageGates,
+        gates: ModelStages,
         exchange: StageExchange,
         around_backward: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -49,6 +51,7 @@ class PipelinedModel(nn.Module):
         self.around_backward = around_backward
         self._in_window: _Place | None = None  # the stage of a window that runs now
         self._calls = 0  # in it
+        self._only_prepares = False
         self._takes_cache = "use_cache" in inspect.signature(module.forward).parameters
         self.train(module.training)
 
@@ -56,11 +59,15 @@ class PipelinedModel(nn.Module):
         """Return the outputs of the last stage, on all ranks."""
         if self._takes_cache:
             kwargs.setdefault("use_cache", False)  # keys and values would be sent to all ranks
+        if self._only_prepares:
+            self.gates.prepare_call(self.module, args, kwargs)
+            raise StageEnd(())
         if self._in_window is not None:
             self._calls += 1
             if self._calls > 1:
                 raise _other_calls("calls the model several times")
             return self._run_stage(self._in_window, args, kwargs)
+        self.gates.prepare_call(self.module, args, kwargs)
         seed = drawn_seed() if self.training else None
         stage_pass = StagePass(self, lambda stage, got: self._run_stage(_Place(stage, got, seed), args, kwargs))
         outputs, last = stage_pass.forward(), self.ranks[-1]
@@ -76,7 +83,21 @@ class PipelinedModel(nn.Module):
         """Whether this rank holds the last stage."""
         return self.exchange.rank == self.ranks[-1]
 
-    def in_window(self, stage: int, received: Tensor | None, seed: int, compute: Callable[[], Tensor]) -> Tensor:
+    def prepare_window(self, compute: Callable[[], Tensor]) -> None:
+        """Raise on all ranks, before one waits for another, if `compute` cannot call this model."""
+        devices = [] if self.exchange.device.type == "cpu" else [self.exchange.device]
+        self._only_prepares = True
+        try:
+            with torch.random.fork_rng(devices, device_type=self.exchange.device.type):
+                compute()
+        except StageEnd:
+            pass
+        finally:
+            self._only_prepares = False
+
+    def in_window(
+        self, stage: int, received: Activations, seed: int, compute: Callable[[], Tensor]
+    ) -> Tensor | Activations:
         """Return what a stage passes on if `compute` calls this model once: activations, or what `compute` returns."""
         self._in_window, self._calls = _Place(stage, received, seed), 0
         try:
@@ -130,7 +151,7 @@ class _Place(NamedTuple):
     """The stage that runs, the activations that it received, and the seed of its random numbers."""
 
     stage: int
-    received: Tensor | None
+    received: Activations
     seed: int | None
 
 
@@ -142,10 +163,10 @@ class StagePass:
         run: Runs a stage on what it received; it may raise `StageEnd`.
     """
 
-    def __init__(self, model: PipelinedModel, run: Callable[[int, Tensor | None], Any]) -> None:
+    def __init__(self, model: PipelinedModel, run: Callable[[int, Activations], Any]) -> None:
         self._model, self._run = model, run
-        self._received: dict[int, Tensor] = {}
-        self._activations: dict[int, Tensor] = {}
+        self._received: dict[int, Activations] = {}
+        self._activations: dict[int, Activations] = {}
         self._outputs: list[Tensor] = []
 
     def forward(self) -> Any:
@@ -155,10 +176,10 @@ class StagePass:
             if stage > 0:
                 self._received[stage] = self._activations_for(stage)
             try:
-                outputs = self._run(stage, self._received.get(stage))
+                outputs = self._run(stage, self._received.get(stage, ()))
             except StageEnd as end:
                 outputs = end.activations
-            if stage < model.gates.cut.num_stages - 1:
+            if stage < model.gates.num_stages - 1:
                 if stage + 1 not in model.stages:
                     exchange.send_activations(outputs, model.ranks[stage + 1])
                 self._activations[stage] = outputs
@@ -173,10 +194,13 @@ class StagePass:
         """Compute the gradients of this rank's stages, from those of the outputs."""
         self._model.around_backward(lambda: self.backward_of_stages(gradients))
 
-    def specs(self) -> tuple[dict[int, TensorSpec], dict[int, TensorSpec]]:
+    def specs(self) -> tuple[dict[int, Specs], dict[int, Specs]]:
         """Return the specs of what this rank's stages received, and of the activations that they passed on."""
         received, passed_on = (
-            {stage: TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for stage, t in held.items()}
+            {
+                stage: tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in ts)
+                for stage, ts in held.items()
+            }
             for held in (self._received, self._activations)
         )
         return received, passed_on
@@ -185,27 +209,26 @@ class StagePass:
         """Compute the gradients of this rank's stages, without what comes before and after a backward."""
         model, of_next_stage = self._model, None
         for stage in reversed(model.stages):
-            received = self._received.pop(stage, None)
+            received = self._received.pop(stage, ())
             outputs, received_gradients = self._differentiated(stage, gradients, of_next_stage)
             of_next_stage = None
             if outputs:
                 torch.autograd.backward(outputs, received_gradients)
-            if received is not None and received.requires_grad:
-                gradient = torch.zeros_like(received) if received.grad is None else received.grad
-                if stage - 1 in model.stages:
-                    of_next_stage = gradient
-                else:
+            of_received = [torch.zeros_like(t) if t.grad is None else t.grad for t in received if t.requires_grad]
+            if stage - 1 in model.stages:
+                of_next_stage = of_received
+            else:
+                for gradient in of_received:
                     model.exchange.send(gradient, model.ranks[stage - 1])
 
-    def _activations_for(self, stage: int) -> Tensor:
+    def _activations_for(self, stage: int) -> Activations:
         """Return what the stage before passed on: from its rank, or on this one, cut off from its graph."""
         if stage - 1 not in self._activations:
             return self._model.exchange.receive_activations(self._model.ranks[stage - 1])
-        activations = self._activations[stage - 1]
-        return activations.detach().requires_grad_(activations.requires_grad)
+        return tuple(t.detach().requires_grad_(t.requires_grad) for t in self._activations[stage - 1])
 
     def _differentiated(
-        self, stage: int, gradients: Sequence[Tensor | None], of_next_stage: Tensor | None
+        self, stage: int, gradients: Sequence[Tensor | None], of_next_stage: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return what a stage has computed, and its gradients."""
         activations, model = self._activations.pop(stage, None), self._model
@@ -213,12 +236,11 @@ class StagePass:
             pairs = zip(self._outputs, gradients, strict=True)
             chosen = [(output, g) for output, g in pairs if output.requires_grad and g is not None]
             return [output for output, _ in chosen], [gradient for _, gradient in chosen]
-        if not activations.requires_grad:
-            return [], []
+        differentiable = [tensor for tensor in activations if tensor.requires_grad]
         if of_next_stage is not None:
-            return [activations], [of_next_stage]
-        spec = TensorSpec(tuple(activations.shape), activations.dtype, False)
-        return [activations], [model.exchange.receive(spec, model.ranks[stage + 1])]
+            return differentiable, of_next_stage
+        specs = [TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in differentiable]
+        return differentiable, [model.exchange.receive(spec, model.ranks[stage + 1]) for spec in specs]
 
 
 class _Outputs(torch.autograd.Function):

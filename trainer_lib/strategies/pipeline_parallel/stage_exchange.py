@@ -7,9 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_lib.foundation.pytree import map_leaves, map_tensors, tensors
+from trainer_lib.strategies.pipeline_parallel.model_stages import Activations
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-_MOST_DIMENSIONS = 8
+_HEADER = 12  # numbers: how many tensors follow, type, gradient, dimensions, and at most eight sizes
 
 
 class TensorSpec(NamedTuple):
@@ -51,19 +52,24 @@ class StageExchange:
         dist.recv(tensor, group=self.group, group_src=source)
         return tensor
 
-    def send_activations(self, tensor: Tensor, to: int) -> None:
-        """Send a tensor with its shape, its type, and whether it wants a gradient back."""
-        header = [_TYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim(), *tensor.shape]
-        header += [0] * (3 + _MOST_DIMENSIONS - len(header))
-        self.send(torch.tensor(header), to)
-        self.send(tensor, to)
+    def send_activations(self, activations: Activations, to: int) -> None:
+        """Send tensors, each with its shape, its type, and whether it wants a gradient back."""
+        for following, tensor in zip(reversed(range(len(activations))), activations, strict=True):
+            header = [following, _TYPES.index(tensor.dtype), tensor.requires_grad, tensor.dim(), *tensor.shape]
+            header += [0] * (_HEADER - len(header))
+            self.send(torch.tensor(header), to)
+            self.send(tensor, to)
 
-    def receive_activations(self, source: int) -> Tensor:
-        """Return the tensor that `send_activations` sent; it requires a gradient if its sender wants one."""
-        spec = TensorSpec((3 + _MOST_DIMENSIONS,), torch.int64, False)
-        kind, has_gradient, dimensions, *shape = self.receive(spec, source).tolist()
-        spec = TensorSpec(tuple(shape[:dimensions]), _TYPES[kind], bool(has_gradient))
-        return self.receive(spec, source).requires_grad_(spec.has_gradient)
+    def receive_activations(self, source: int) -> Activations:
+        """Return the tensors that `send_activations` sent; they require a gradient if their sender wants one."""
+        received: list[Tensor] = []
+        following = 1
+        while following:
+            header = self.receive(TensorSpec((_HEADER,), torch.int64, False), source).tolist()
+            following, kind, has_gradient, dimensions, *shape = header
+            spec = TensorSpec(tuple(shape[:dimensions]), _TYPES[kind], bool(has_gradient))
+            received.append(self.receive(spec, source).requires_grad_(spec.has_gradient))
+        return tuple(received)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks of the pipeline."""

@@ -1,6 +1,6 @@
 """Cut a model in place: modules of other stages are removed, and a forward enters and leaves at the cuts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.modules.block_split import find_blocks, split_evenly, surroundings
 from trainer_lib.modules.names import class_name
-
-
-class StageEnd(Exception):  # noqa: N818  (no error: it ends the forward of a model at a cut)
-    """Carries the activations of the last block of a stage out of the model's forward."""
-
-    def __init__(self, activations: Tensor) -> None:
-        super().__init__("the end of a stage")
-        self.activations = activations
+from trainer_lib.strategies.pipeline_parallel.model_stages import ModelStages, StageEnd
 
 
 @dataclass
@@ -52,7 +45,7 @@ class Cut:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise ConfigurationError(
                 f"{class_name(model)} has an encoder and a decoder, and a pipeline needs one row of blocks that pass "
-                "on one tensor. Set pp_size=1."
+                "on one tensor. Cut it by tracing (TorchPipelineParallelConfig(example_inputs=…)), or set pp_size=1."
             )
         names = find_blocks(model, blocks)
         before, after = surroundings(model, names)
@@ -87,22 +80,21 @@ class Cut:
         return [*self.before, *self.blocks, *self.after]
 
 
-class StageGates:
-    """Lets a forward of a model begin and end at the cuts of a stage.
+class StageGates(ModelStages):
+    """Cuts a model between blocks that run in a row.
 
     Args:
         cut: Where the model is cut.
-
-    Attributes:
-        stage: The stage whose forward runs; `None` between forwards.
-        received: The activations that the stage got from the one before.
     """
 
     def __init__(self, cut: Cut) -> None:
+        super().__init__()
         self.cut = cut
-        self.stage: int | None = None
-        self.received: Tensor | None = None
-        self._has_ended = False
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.cut.num_stages
 
     def remove_others(self, model: nn.Module, held: Sequence[int]) -> None:
         """Replace the modules of the stages that this rank does not hold."""
@@ -124,30 +116,10 @@ class StageGates:
         for name, stage in last_blocks.items():
             model.get_submodule(name).register_forward_hook(self._ending(name, stage))
 
-    def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
-        """Return the modules that run on a stage of this rank only."""
-        return [model.get_submodule(name) for name in self.cut.modules() if self.cut.stage_of(name) == stage]
-
-    def run(self, model: nn.Module, stage: int, received: Tensor | None, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of the model on its last stage.
-
-        Raises:
-            StageEnd: On the other stages, with the activations.
-        """
-        self.stage, self.received, self._has_ended = stage, received, False
-        try:
-            outputs = model(*args, **kwargs)
-        finally:
-            self.stage = self.received = None
-        if self._has_ended:
-            raise StageEnd(outputs)
-        if stage < self.cut.num_stages - 1:
-            raise PreparationError(
-                f"{class_name(model)} returned before its block {self.cut.blocks[self.cut.bounds[stage + 1] - 1]} ran, "
-                "after which it is cut. Give the blocks in the order they run (blocks= of "
-                "TorchPipelineParallelConfig)."
-            )
-        return outputs
+    def parameters_of(self, model: nn.Module, stage: int) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the modules that run on a stage of this rank only."""
+        names = [name for name in self.cut.modules() if self.cut.stage_of(name) == stage]
+        return (parameter for name in names for parameter in model.get_submodule(name).parameters())
 
     def pass_on(self, name: str, kind: str) -> Tensor:
         """Return what a module of another stage gives: the received activations."""
@@ -156,26 +128,23 @@ class StageGates:
                 f"{name} ({kind}) is on another rank of the pipeline. Call the model that prepare() returned, on all "
                 "ranks, not the one inside; generate() does not work with pp_size above 1."
             )
-        if self.received is None or self.cut.position(name) >= self.cut.bounds[self.stage + 1]:
+        if not self.received or self.cut.position(name) >= self.cut.bounds[self.stage + 1]:
             raise PreparationError(
                 f"{name} ({kind}) is called on stage {self.stage}, and runs on stage {self.cut.stage_of(name)}: the "
                 "model cannot be cut there. A pipeline needs blocks that run in a row, in the order in which the model "
-                "holds them. Name others (blocks= of TorchPipelineParallelConfig), or set pp_size=1."
+                "holds them. Name others (blocks= of TorchPipelineParallelConfig), or cut the model by tracing "
+                "(example_inputs=)."
             )
-        return self.received
+        return self.received[0]
 
-    def _returning(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that returns the activations of its stage, so that hooks of the model see them."""
-
-        @wraps(forward)
-        def returning(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return forward(*args, **kwargs)
-            except StageEnd as end:
-                self._has_ended = True
-                return end.activations
-
-        return returning
+    def _check_end(self, model: nn.Module, stage: int) -> None:
+        """Raise if a stage before the last one has run to the end of the forward."""
+        if stage < self.cut.num_stages - 1:
+            raise PreparationError(
+                f"{class_name(model)} returned before its block {self.cut.blocks[self.cut.bounds[stage + 1] - 1]} ran, "
+                "after which it is cut. Give the blocks in the order they run (blocks= of "
+                "TorchPipelineParallelConfig)."
+            )
 
     def _close_on_other_stages(self, module: nn.Module, name: str) -> None:
         """Let a module of this rank compute on its stage only, and in a backward that computes its forward again."""
@@ -194,9 +163,10 @@ class StageGates:
                 if not isinstance(output, Tensor):
                     raise PreparationError(
                         f"{name} ({class_name(module)}) returns a {type(output).__name__}, and a pipeline passes one "
-                        "tensor from stage to stage. Name other blocks (blocks= of TorchPipelineParallelConfig)."
+                        "tensor from stage to stage. Name other blocks (blocks= of TorchPipelineParallelConfig), or "
+                        "cut the model by tracing (example_inputs=)."
                     )
-                raise StageEnd(output)
+                raise StageEnd((output,))
 
         return end
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from trainer_lib.options.pipeline_options import scheduled
 from trainer_lib.strategies.base import Surroundings, no_surroundings
-from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel, StagePass, drawn_seed
+from trainer_lib.strategies.pipeline_parallel.model_stages import Activations
+from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel, Specs, StagePass, drawn_seed
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import TensorSpec
 
 _KEPT = 4  # schedules, with the buffers of their messages
@@ -20,8 +21,8 @@ Compute = Callable[[int], Tensor]
 class _Layout(NamedTuple):
     """What a stage receives and passes on for micro-batches of one shape, by stage, and whether a schedule takes it."""
 
-    received: dict[int, TensorSpec]
-    passed_on: dict[int, TensorSpec]
+    received: dict[int, Specs]
+    passed_on: dict[int, Specs]
     fits: bool
 
 
@@ -58,7 +59,11 @@ class WindowRunner:
         finally:
             self._compute, self._around = None, no_surroundings
 
-    def stage_forward(self, stage: int, index: int, received: Tensor | None) -> Tensor:
+    def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
+        """Yield the parameters of a stage of this rank."""
+        return self._model.gates.parameters_of(self._model.module, stage)
+
+    def stage_forward(self, stage: int, index: int, received: Activations) -> Tensor | Activations:
         """Return what a stage passes on for a micro-batch: activations, or the loss."""
         compute = self._compute
         assert compute is not None
@@ -89,11 +94,15 @@ class WindowRunner:
 
     def _run_alone(self, shape: Hashable) -> None:
         """Run one micro-batch through one stage after the other."""
+        compute = self._compute
+        if shape not in self._layouts and self._model.gates.traces and compute is not None:
+            with self._around(self._offset):
+                self._model.prepare_window(lambda: compute(self._offset))
         stage_pass = StagePass(self._model, lambda stage, received: self.stage_forward(stage, 0, received))
         loss = stage_pass.forward()
         if shape not in self._layouts:
             received, passed_on = stage_pass.specs()
-            fits = all(spec.has_gradient for spec in passed_on.values())
+            fits = all(any(spec.has_gradient for spec in specs) for specs in passed_on.values())
             everywhere = all(self._model.exchange.gather_objects(fits))
             self._layouts[shape] = _Layout(received, passed_on, everywhere)
         stage_pass.keep(loss)
@@ -121,15 +130,15 @@ class WindowRunner:
         from torch.distributed.pipelining.schedules import get_schedule_class
 
         model, exchange = self._model, self._model.exchange
-        loss = TensorSpec((), torch.float32, True)
+        loss = (TensorSpec((), torch.float32, True),)
         stages = [
             PipelineStage(
-                _StageModule(self, stage, model.gates.modules_of(model.module, stage)),
+                _StageModule(self, stage),
                 stage,
-                model.gates.cut.num_stages,
+                model.gates.num_stages,
                 exchange.device,
-                input_args=_examples(layout.received.get(stage), exchange.device),
-                output_args=_examples(layout.passed_on.get(stage, loss), exchange.device),
+                input_args=_examples(layout.received.get(stage, ())),
+                output_args=_examples(layout.passed_on.get(stage, loss)),
                 group=exchange.group,
             )
             for stage in model.stages
@@ -154,23 +163,30 @@ class WindowRunner:
 class _StageModule(nn.Module):
     """A stage, as torch's schedules call it."""
 
-    def __init__(self, runner: WindowRunner, stage: int, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, runner: WindowRunner, stage: int) -> None:
         super().__init__()
-        self._run, self._stage = runner.stage_forward, stage
-        self._modules_of_stage = tuple(modules)  # not registered: torch would drop the gradients of FSDP's modules
+        self._runner, self._stage = runner, stage
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stage."""
-        return (parameter for module in self._modules_of_stage for parameter in module.parameters(recurse))
+        """Yield the parameters of the stage, which are not registered: torch would drop the gradients of FSDP's."""
+        del recurse
+        return self._runner.parameters_of(self._stage)
 
-    def forward(self, *received: Tensor, index: Tensor) -> Tensor:
+    def forward(self, *received: Tensor, index: Tensor) -> Tensor | Activations:
         """Run the stage on a micro-batch."""
-        output = self._run(self._stage, int(index), received[0] if received else None)
-        return output.clone() if output._is_view() else output  # zero-bubble schedules detach outputs in place
+        outputs = self._runner.stage_forward(self._stage, int(index), received)
+        if isinstance(outputs, Tensor):
+            return _detachable(outputs)
+        return tuple(map(_detachable, outputs))
 
 
-def _examples(spec: TensorSpec | None, device: torch.device) -> tuple[Tensor, ...]:
-    return () if spec is None else (spec.empty(torch.device("meta")).requires_grad_(),)
+def _detachable(output: Tensor) -> Tensor:
+    """Return a tensor that zero-bubble schedules, which detach outputs in place, can detach."""
+    return output.clone() if output._is_view() else output
+
+
+def _examples(specs: Specs) -> tuple[Tensor, ...]:
+    return tuple(spec.empty(torch.device("meta")).requires_grad_(spec.has_gradient) for spec in specs)
 
 
 def _loss(output: Tensor, index: Tensor) -> Tensor:
