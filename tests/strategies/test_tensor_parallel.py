@@ -219,6 +219,38 @@ def test_heads_and_vocabularies_that_do_not_divide() -> None:
     assert resolved(model_of(gpt2))["transformer.h.1.attn.c_attn"] == "colwise_gather_output"
 
 
+class Attention(nn.Module):
+    """Attention of a plain module, with fewer heads of keys and values."""
+
+    def __init__(self, heads: int, key_heads: int, head_size: int = 4) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = heads, key_heads
+        self.q_proj = nn.Linear(24, heads * head_size)
+        self.k_proj, self.v_proj = (nn.Linear(24, key_heads * head_size) for _ in range(2))
+        self.o_proj = nn.Linear(heads * head_size, 24)
+        self.feed = nn.Linear(24, 48)
+
+
+HEADS = {"*.[qkv]_proj": "colwise", "*.o_proj": "rowwise"}
+
+
+def test_heads_of_plain_modules_that_do_not_divide() -> None:
+    # 3 heads of 4: two ranks would hold 6 columns of queries each, one and a half heads.
+    with pytest.raises(
+        ConfigurationError, match=r"tp_size=2 does not divide the 3 0\.n_heads\. .* this model is 1; it fits 1, 3\."
+    ):
+        resolved(nn.Sequential(Attention(3, 3)), plan=HEADS)
+    with pytest.raises(
+        ConfigurationError, match=r"tp_size=4 does not divide the 2 0\.n_kv_heads\..* is 2; it fits 1, 2"
+    ):
+        resolved(nn.Sequential(Attention(8, 2)), 4, plan=HEADS)
+    assert len(resolved(nn.Sequential(Attention(4, 2)), 2, plan=HEADS)) == 4
+    assert resolved(nn.Sequential(Attention(8, 2)), 4, plan={"*.q_proj": "colwise"}), "keys stay whole"
+    whole = {"*.[qkv]_proj": "colwise_gather_output"}
+    assert len(resolved(nn.Sequential(Attention(3, 3)), 2, plan=whole)) == 3, "each rank has all heads"
+    assert resolved(nn.Sequential(Attention(3, 3)), 2, plan={"*.feed": "colwise", "*.o_proj": "rowwise"})
+
+
 def _errors() -> list[str]:
     texts: list[str] = []
 

@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.strategies.tensor_parallel import experts
+from trainer_lib.strategies.tensor_parallel.attention_heads import heads_of
 from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of
 
 _logger = get_logger(__name__)
@@ -169,6 +170,9 @@ def _check_sizes(model: nn.Module, chosen: Mapping[str, str], modules: Mapping[s
         for option in ("num_attention_heads", "num_key_value_heads"):
             if isinstance(heads := getattr(config, option, None), int):
                 sizes[option] = heads
+    if not hasattr(config, "num_attention_heads"):
+        split = [name for name, style in chosen.items() if style == "colwise"]
+        sizes |= dict(heads for heads in (heads_of(modules, name) for name in split) if heads is not None)
     if config is not None and "colwise_loss_parallel" in chosen.values():
         sizes["vocab_size"] = config.vocab_size
     wrong = {name: count for name, count in sizes.items() if count % size}

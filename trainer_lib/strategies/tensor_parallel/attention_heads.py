@@ -1,0 +1,55 @@
+"""How many attention heads a projection of a plain module computes, from the attributes of the module around it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trainer_lib.strategies.tensor_parallel.styles import features, is_matrix
+
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head")
+# Other linear layers of a block that has heads, such as its feed-forward layers, have none.
+_PROJECTION = re.compile(
+    r"(^|_)(w?[qkv]|w?qkv|w?kv|query|key|value|queries|keys|values|c_attn|in_proj)(_|\d|$)", re.IGNORECASE
+)
+
+
+def heads_of(modules: Mapping[str, nn.Module], name: str) -> tuple[str, int] | None:
+    """Return which attribute says how many heads a projection computes, and how many; `None`: nothing says it.
+
+    Example:
+        >>> attention = nn.Module()
+        >>> attention.num_heads, attention.query = 3, nn.Linear(12, 12)
+        >>> heads_of({"attention": attention, "attention.query": attention.query}, "attention.query")
+        ('attention.num_heads', 3)
+    """
+    owner_name, _, attribute = name.rpartition(".")
+    owner = modules.get(owner_name)
+    if owner is None or not _PROJECTION.search(attribute):
+        return None
+    outputs = features(modules[name])[1]
+    prefix = f"{owner_name}." if owner_name else ""
+    queries, keys = _count(owner, _HEADS), _count(owner, _KEY_HEADS)
+    if queries is None:
+        return None
+    chosen = queries
+    if keys is not None and keys[1] < queries[1] and outputs == keys[1] * _head_size(owner, queries[1]):
+        chosen = keys
+    return (f"{prefix}{chosen[0]}", chosen[1]) if outputs % chosen[1] == 0 else None
+
+
+def _head_size(owner: nn.Module, queries: int) -> int:
+    """Return the size of a head: what the module says, or that of its widest projection."""
+    size = _count(owner, _HEAD_SIZES)
+    if size is not None:
+        return size[1]
+    projections = [child for name, child in owner.named_children() if _PROJECTION.search(name) and is_matrix(child)]
+    return max((features(child)[1] for child in projections), default=0) // queries
+
+
+def _count(owner: nn.Module, names: tuple[str, ...]) -> tuple[str, int] | None:
+    values: list[tuple[str, Any]] = [(name, getattr(owner, name, None)) for name in names]
+    return next(((name, value) for name, value in values if type(value) is int and value > 0), None)
