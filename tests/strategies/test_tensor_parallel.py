@@ -31,10 +31,13 @@ from tests.strategies.split import (
     train,
 )
 from tests.worlds import run_world
-from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError
+from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError, UnsupportedError
+from trainer_lib.accelerator.construction import check_async_tp
 from trainer_lib.modules.state import module_state
+from trainer_lib.state import AcceleratorState
+from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.plan import resolve
-from trainer_lib.utils import TorchTensorParallelConfig, TorchTensorParallelPlugin
+from trainer_lib.utils import TorchDynamoPlugin, TorchTensorParallelConfig, TorchTensorParallelPlugin
 
 REPLICAS = {"dp_replicate_size": 2, "tp_size": 2}
 SHARDS = {"dp_shard_size": 2, "tp_size": 2}
@@ -249,6 +252,43 @@ def test_heads_of_plain_modules_that_do_not_divide() -> None:
     whole = {"*.[qkv]_proj": "colwise_gather_output"}
     assert len(resolved(nn.Sequential(Attention(3, 3)), 2, plan=whole)) == 3, "each rank has all heads"
     assert resolved(nn.Sequential(Attention(3, 3)), 2, plan={"*.feed": "colwise", "*.o_proj": "rowwise"})
+
+
+def _async_tp() -> tuple[list[str], list[bool]]:
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    accelerator = accelerator_for(Split(plan=PLAIN))
+    mesh = accelerator.torch_device_mesh
+    assert mesh is not None
+    group, messages, texts = mesh["tp"].get_group(), AsyncMessages(), list[str]()
+    with pytest.raises(ConfigurationError) as caught:
+        messages.begin(group, PLAIN.values())
+    texts.append(str(caught.value))
+    states = [config._micro_pipeline_tp, is_symm_mem_enabled_for_group(group.group_name)]
+    messages.begin(group, SEQUENCES.values())
+    states += [config._micro_pipeline_tp, is_symm_mem_enabled_for_group(group.group_name)]
+    messages.end()
+    states.append(config._micro_pipeline_tp)
+    AcceleratorState._reset_state()
+    options = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
+    with pytest.raises(UnsupportedError) as refused:
+        Accelerator(cpu=True, parallelism_config=options, dynamo_backend="inductor")
+    return [*texts, str(refused.value)], states
+
+
+def test_async_tensor_parallelism_is_switched_on_for_plans_of_sequences() -> None:
+    texts, states = run_world(_async_tp)[0]
+    assert states == [False, False, True, True, False]
+    assert "this plan only sums whole activations. Give TorchTensorParallelConfig(sequence_parallel=True)" in texts[0]
+    assert "enable_async_tp=True does not work on this device (cpu)" in texts[1]
+
+
+def test_async_tensor_parallelism_needs_inductor() -> None:
+    config = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
+    with pytest.raises(UnsupportedError, match=r"graphs of inductor .*Give dynamo_backend='inductor'"):
+        check_async_tp(TorchDynamoPlugin(backend="aot_eager"), config, "cuda")
+    check_async_tp(TorchDynamoPlugin(backend="inductor"), config, "cuda")
 
 
 def _errors() -> list[str]:

@@ -184,6 +184,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.fsdp_plugin,
             self.state.parallelism_config,
         )
+        construction.check_async_tp(self.state.dynamo_plugin, self.state.parallelism_config, self.device.type)
         self.strategy: Strategy = choose_strategy(
             self.distributed_type,
             self.group,

@@ -240,6 +240,25 @@ def check_compilation(
         )
 
 
+def check_async_tp(plugin: TorchDynamoPlugin, parallelism: ParallelismConfig | None, device_type: str) -> None:
+    """Raise for messages that should overlap with matrix products, where torch cannot do so."""
+    if parallelism is None or not parallelism.tp_enabled:
+        return
+    if parallelism.tp_handler is None or not parallelism.tp_handler.enable_async_tp:
+        return
+    if device_type != "cuda":
+        raise UnsupportedError(
+            f"enable_async_tp=True does not work on this device ({device_type}): torch overlaps messages with matrix "
+            "products over symmetric memory, which CUDA devices have. Leave it out; training is the same."
+        )
+    if plugin.backend != DynamoBackend.INDUCTOR or plugin.disable:
+        raise UnsupportedError(
+            "enable_async_tp=True needs compiled models: torch overlaps messages with matrix products in graphs of "
+            f"inductor (got dynamo_backend={shown(str(plugin.backend))}). Give dynamo_backend='inductor', or leave "
+            "enable_async_tp out."
+        )
+
+
 def check_memory(options: MemoryKwargs, state: AcceleratorState) -> None:
     """Raise for options that save memory in two ways at once, or cannot be compiled."""
     fsdp, compilation = state.fsdp_plugin, state.dynamo_plugin

@@ -13,7 +13,8 @@ class TorchTensorParallelConfig:
     """How tensor parallelism splits a model: `ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(…))`.
 
     Args:
-        enable_async_tp: Accepted for compatibility, and ignored with a warning, as in Accelerate.
+        enable_async_tp: Overlap gathers and scatters of parts of the sequence with matrix products. It needs GPUs, and
+            `dynamo_backend="inductor"`.
         plan: The style of each module, by patterns of names: `{"*.q_proj": "colwise", "*.o_proj": "rowwise"}`.
             `None`: the plan that the model has (transformers' `tp_plan`).
         loss_parallel: Compute the loss from logits that stay split over the vocabulary.

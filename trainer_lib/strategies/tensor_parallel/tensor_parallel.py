@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
-from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
@@ -18,12 +17,11 @@ from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.fsdp import FSDP
 from trainer_lib.strategies.fsdp.fully_shard import Splitting
 from trainer_lib.strategies.tensor_parallel import styles
+from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_logger = get_logger(__name__)
 
 
 class TensorParallel(FSDP):
@@ -60,15 +58,12 @@ class TensorParallel(FSDP):
         self._config = parallelism.tp_handler or TorchTensorParallelConfig()
         self._replicas = replicas
         self._loss_contexts: list[Any] = []
-        if self._config.enable_async_tp:
-            _logger.warning_once(
-                "enable_async_tp=True is ignored: torch overlaps messages with matrix products only in graphs of "
-                "inductor, over symmetric memory of CUDA devices. Training is the same without it."
-            )
+        self._async_messages = AsyncMessages()
 
     def release(self) -> None:
         """Release the models and optimizers, and compute losses of whole logits again."""
         super().release()
+        self._async_messages.end()
         while self._loss_contexts:
             self._loss_contexts.pop().__exit__(None, None, None)
 
@@ -83,6 +78,8 @@ class TensorParallel(FSDP):
             return Splitting(shards=self._shards, is_done=True, replicas=self._replicas)
         splitting = MatrixSplitting(model, self._config, mesh, self._replicas)
         splitting.shards = self._shards
+        if self._config.enable_async_tp:
+            self._async_messages.begin(mesh.get_group(), splitting.styles.values())
         if "colwise_loss_parallel" in splitting.styles.values() and not self._loss_contexts:
             from torch.distributed.tensor.parallel import loss_parallel
 
