@@ -50,12 +50,13 @@ def test_whole_experts_are_spread_over_the_ranks_that_split_matrices() -> None:
     plugin = MegatronLMPlugin(tp_degree=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     assert plugin.spreads_experts
     assert plugin.mesh_sizes(4)["tp_size"] == 2
-    for options in (
+    refused: list[dict[str, Any]] = [
         {"expert_model_parallel_size": 2},  # over ranks that read other batches
         {"tp_degree": 2, "expert_model_parallel_size": 2},  # each expert split too, over ranks with other batches
         {"tp_degree": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
         {"tp_degree": 2, "expert_tensor_parallel_size": 2},
-    ):
+    ]
+    for options in refused:
         with pytest.raises(UnsupportedError, match=r"has no counterpart: whole experts .* Give all three"):
             MegatronLMPlugin(**options)
 
