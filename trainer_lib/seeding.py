@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from trainer_lib.collectives import broadcast_object_list
-from trainer_lib.foundation import environment
+from trainer_lib.foundation import environment, xla
+from trainer_lib.foundation.device_types import generator_state, generator_type, set_generator_state
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
-from trainer_lib.options.enums import RNGType
+from trainer_lib.options.enums import DistributedType, RNGType
 from trainer_lib.state.partial_state import PartialState
 
 _logger = get_logger(__name__)
@@ -45,6 +46,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)  # the CPU's generator and those of all accelerators
+    if PartialState.exists() and PartialState().distributed_type == DistributedType.XLA:
+        xla.seed(seed)  # which torch's does not reach; a state that is made later takes torch's
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
@@ -89,8 +92,7 @@ def _checked(seed: Any, name: str) -> int:
 
 def _is_absent(rng_type: str | RNGType) -> bool:
     kind = RNGType.read("generator", rng_type)
-    present = torch.accelerator.current_accelerator(check_available=True)
-    return kind not in (RNGType.TORCH, RNGType.GENERATOR) and (present is None or present.type != str(kind))
+    return kind not in (RNGType.TORCH, RNGType.GENERATOR) and generator_type() != str(kind)
 
 
 def _generator_of(rng_type: str | RNGType, generator: torch.Generator | None) -> Any:
@@ -103,23 +105,23 @@ def _generator_of(rng_type: str | RNGType, generator: torch.Generator | None) ->
         return generator
     if kind is RNGType.TORCH:
         return torch.default_generator
-    present = torch.accelerator.current_accelerator(check_available=True)
+    present = generator_type()
     if present is None or _is_absent(kind):
         raise UnsupportedError(
             f"rng_types has {str(kind)!r}, and this machine has no {kind} device. "
-            f"Available: torch, generator{'' if present is None else f', {present.type}'}."
+            f"Available: torch, generator{'' if present is None else f', {present}'}."
         )
-    return _AcceleratorGenerator(present.type)
+    return _AcceleratorGenerator(present)
 
 
 class _AcceleratorGenerator:
     """The generator of this rank's accelerator device."""
 
     def __init__(self, device_type: str) -> None:
-        self._module = torch.get_device_module(device_type)
+        self._device_type = device_type
 
     def get_state(self) -> torch.Tensor:
-        return self._module.get_rng_state()
+        return generator_state(self._device_type)
 
     def set_state(self, state: torch.Tensor) -> None:
-        self._module.set_rng_state(state)
+        set_generator_state(self._device_type, state)

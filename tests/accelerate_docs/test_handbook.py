@@ -44,7 +44,7 @@ NOT_COVERED = {
     "accelerate config, config default, config update": "tests/commands/test_config.py and test_questionnaire.py",
     "accelerate env": "tests/commands/test_env.py",
     "accelerate test": "tests/commands/test_self_check.py",
-    "notebook_launcher on TPUs": "this version does not train on TPUs",
+    "notebook_launcher on TPUs": "it needs a TPU",
     "accelerate launch --multi_gpu, CUDA_VISIBLE_DEVICES": "needs GPUs; the options are tested in tests/commands",
     "deepspeed_config in YAML, zero_stage2_config.json": "tests/commands/test_launch_deepspeed.py",
     "model.save_checkpoint, zero_to_fp32": "DeepSpeed's own methods",

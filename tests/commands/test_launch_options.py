@@ -114,14 +114,14 @@ REFUSED = {
         "megatron_lm_no_load_optim=true", "megatron_lm_no_save_optim=true",
         "megatron_lm_use_precision_aware_optimizer=true", "megatron_lm_decoder_last_pipeline_num_layers=1",
 
-        "megatron_lm_attention_backend=flash", "megatron_lm_expert_model_parallel_size=2",
+        "megatron_lm_attention_backend=flash",
         "megatron_lm_attention_dropout=0.1", "megatron_lm_hidden_dropout=0.1",
-        "megatron_lm_attention_softmax_in_fp32=true", "megatron_lm_expert_tensor_parallel_size=2",
+        "megatron_lm_attention_softmax_in_fp32=true",
         "megatron_lm_use_rotary_position_embeddings=true",
     ],
-    "TPUs": [
-        "tpu", "tpu_cluster", "tpu_use_sudo", "vm=a", "env=a", "main_training_function=train", "downcast_bf16",
-    ],
+    "Accelerate's launcher for pods": ["tpu_cluster", "tpu_use_sudo", "vm=a", "env=a"],
+    "a launcher that calls a function of the script": ["main_training_function=train"],
+    "torch_xla's former casts of all numbers": ["downcast_bf16"],
 }  # fmt: skip
 # Those whose only values ask for nothing.
 IDLE = {
@@ -343,7 +343,8 @@ def test_what_a_file_asks_for(
             "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_no_load_optim: true}",
             "`megatron_lm_no_load_optim: True` in {} needs Megatron-LM's own code, which",
         ),
-        ("distributed_type: TPU", "`distributed_type: XLA` in {} needs TPUs, which"),
+        ("distributed_type: TPU", "--tpu needs --num_processes, the number of chips"),
+        ("distributed_type: TPU\nnum_processes: 2", "torch_xla cannot be imported beside torch "),
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
         ("parallelism_config: {cp_comm_strategy: a}", "{}, line 1: `cp_comm_strategy` must be one of allgather, "),
@@ -376,9 +377,9 @@ def test_an_older_file_of_deepspeed_asks_for_its_values(config: Callable[[str], 
 def test_a_file_that_nobody_named_is_refused_with_a_way_out(launch: Launch, settings_home: Path) -> None:
     file = settings_home / "huggingface" / "accelerate" / "default_config.yaml"
     file.parent.mkdir(parents=True)
-    file.write_text("distributed_type: TPU")
+    file.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_no_load_optim: true}")
     error = launch.error(launch.script)
-    assert f"`distributed_type: XLA` in {file} needs TPUs" in error
+    assert f"`megatron_lm_no_load_optim: True` in {file} needs Megatron-LM's own code" in error
     assert "`trainer-lib config` writes another one, and --config_file names one for this launch." in error
 
 

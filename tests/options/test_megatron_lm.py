@@ -45,6 +45,22 @@ def test_a_field_without_a_counterpart_is_refused_with_the_reason() -> None:
     MegatronLMPlugin(**asks_for_nothing)
 
 
+def test_whole_experts_are_spread_over_the_ranks_that_split_matrices() -> None:
+    assert not MegatronLMPlugin(tp_degree=2, expert_tensor_parallel_size=1).spreads_experts
+    plugin = MegatronLMPlugin(tp_degree=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert plugin.spreads_experts
+    assert plugin.mesh_sizes(4)["tp_size"] == 2
+    refused: list[dict[str, Any]] = [
+        {"expert_model_parallel_size": 2},  # over ranks that read other batches
+        {"tp_degree": 2, "expert_model_parallel_size": 2},  # each expert split too, over ranks with other batches
+        {"tp_degree": 4, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {"tp_degree": 2, "expert_tensor_parallel_size": 2},
+    ]
+    for options in refused:
+        with pytest.raises(UnsupportedError, match=r"has no counterpart: whole experts .* Give all three"):
+            MegatronLMPlugin(**options)
+
+
 def test_what_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"overlap_cpu_optimizer_d2h_h2d": True, "sequence_parallelism": True}
     plugin = MegatronLMPlugin(seq_length=64, **options)
@@ -71,6 +87,7 @@ def test_a_model_without_a_plan_of_sequences_has_its_usual_one(caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"expert_tensor_parallel_size": 0}, "expert_tensor_parallel_size must be a whole number of at least 1, got 0"),
         ({"tp_degree": 0}, "tp_degree must be a whole number of at least 1, got 0"),
         ({"use_custom_fsdp": "yes"}, "use_custom_fsdp must be True or False"),
         ({"gradient_clipping": -1}, r"gradient_clipping must be a norm, or 0 for none \(got -1\)"),

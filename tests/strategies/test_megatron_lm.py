@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.accelerator.megatron_lm.chapter import datasets, own_step
-from tests.strategies.split import LENGTH, VOCABULARY, llama, model_of
+from tests.strategies.split import LENGTH, VOCABULARY, llama, mixtral, model_of
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.data_loader.megatron_lm.indexed_dataset import write_indexed_dataset
@@ -75,6 +75,52 @@ def test_the_run_is_that_of_one_process(ranks: int, options: dict[str, Any]) -> 
     for losses, _ in found:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
     torch.testing.assert_close(found[0][1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def train_experts(options: dict[str, Any] | None) -> tuple[list[float], list[str]]:
+    """Return the losses of some updates of a model of experts, and the shapes of a weight of experts on this rank."""
+    whole: Any = model_of(partial(mixtral, output_router_logits=False))
+    plugin = None if options is None else MegatronLMPlugin(gradient_clipping=NORM, **options)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(whole, optimizer)
+    rows = torch.randint(0, VOCABULARY, (3, 4, LENGTH), generator=torch.Generator().manual_seed(1))
+    losses: list[float] = []
+    for batch in rows:
+        share = batch.chunk(accelerator.data_group.size)[accelerator.data_group.rank]
+        loss = model(input_ids=share, labels=share).loss
+        accelerator.backward(loss)
+        if plugin is None:
+            accelerator.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(avg_losses_across_data_parallel_group([loss]).item())
+    held = [weight for name, weight in whole.named_parameters() if ".experts." in name]
+    return losses, [str(list(getattr(weight, "_local_tensor", weight).shape)) for weight in held]
+
+
+@pytest.mark.slow
+def test_experts_are_spread_as_megatron_lm_spreads_them() -> None:
+    (expected,) = run_world(train_experts, (None,), 1)
+    options = {"tp_degree": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    for ranks in (2, 4):
+        for losses, shapes in run_world(train_experts, (options,), ranks):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
+            halves = [shape.replace("[4,", "[2,") for shape in expected[1]]  # two of four experts, each whole
+            assert shapes == halves
+            assert shapes != expected[1]
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    def body() -> None:
+        plugin = MegatronLMPlugin(tp_degree=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        with pytest.raises(
+            ConfigurationError, match=r"expert_model_parallel_size=2 spreads experts .* LlamaForCausalLM"
+        ):
+            accelerator.prepare(model_of(llama))
+
+    run_world(body, num_processes=2)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.clip_grad_norm import NormOfParts, multiply
 
-_OPTION = "optimizer_in_backward=True"
+_OPTION, _REMEDY = "optimizer_in_backward=True", "leave optimizer_in_backward out"
 
 
 class OptimizerInBackward(AcceleratedOptimizer):
@@ -47,13 +47,16 @@ class OptimizerInBackward(AcceleratedOptimizer):
         strategy: Strategy,
     ) -> None:
         super().__init__(optimizer, device_placement, precision=precision, window=window)
+        # A name of an optimizer may ask for it too.
+        self.option: str = getattr(optimizer, "option_of_updates", _OPTION)
+        self.remedy: str = _REMEDY if self.option == _OPTION else "take another optimizer"
         if self.scaler is not None:
             raise UnsupportedError(
-                f"{_OPTION} does not work with mixed_precision='fp16': its scaler decides on an update once all "
-                "gradients are known. Use mixed_precision='bf16', or leave one of them out."
+                f"{self.option} does not work with mixed_precision='fp16': its scaler decides on an update once all "
+                f"gradients are known. Use mixed_precision='bf16', or {self.remedy}."
             )
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(f"{_OPTION} does not work with LBFGS, which needs all gradients at once.")
+            raise UnsupportedError(f"{self.option} does not work with LBFGS, which needs all gradients at once.")
         self._strategy = strategy
         self._hooks: list[Any] = []
         self._groups: dict[Tensor, dict[str, Any]] = {}
@@ -76,7 +79,9 @@ class OptimizerInBackward(AcceleratedOptimizer):
         """
         reason = self._strategy.why_gradients_are_late()
         if reason is not None:
-            raise UnsupportedError(f"{_OPTION} updates parameters while the backward runs, and {reason}")
+            raise UnsupportedError(
+                f"{self.option} updates parameters while the backward runs, and {reason}, or {self.remedy}."
+            )
         self.detach()
         self._groups_of = None
         # torch keeps a parameter's hooks where the garbage collector does not look.
@@ -105,10 +110,10 @@ class OptimizerInBackward(AcceleratedOptimizer):
         """
         if any(self._updated.values()):
             raise StateError(
-                "zero_grad() drops gradients that optimizer_in_backward has already applied: a loss reached parameters "
-                f"of {self.class_name}, which has not stepped since. Call step() after each backward. If the loss "
-                "trains the parameters of another optimizer, freeze these (requires_grad_(False)) for that loss, or "
-                "leave optimizer_in_backward out."
+                f"zero_grad() drops gradients that {self.option} has already applied: a loss reached parameters of "
+                f"{self.class_name}, which has not stepped since. Call step() after each backward. If the loss trains "
+                "the parameters of another optimizer, freeze these (requires_grad_(False)) for that loss, or "
+                f"{self.remedy}."
             )
         super().zero_grad(set_to_none)
 
@@ -119,8 +124,8 @@ class OptimizerInBackward(AcceleratedOptimizer):
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            f"{_OPTION} frees each gradient in the backward, so that none is left to clip, unscale or look at: leave "
-            "out clipping (max_grad_norm=None) and callbacks that need gradients, or leave out optimizer_in_backward."
+            f"{self.option} frees each gradient in the backward, so that none is left to clip, unscale or look at: "
+            f"leave out clipping (max_grad_norm=None) and callbacks that need gradients, or {self.remedy}."
         )
 
     def gradient_norm(self) -> Tensor:
@@ -157,15 +162,15 @@ class OptimizerInBackward(AcceleratedOptimizer):
     def _check_update(self, parameter: Tensor) -> None:
         if not self.window.state.sync_gradients:
             raise ConfigurationError(
-                f"{_OPTION} keeps no gradients that micro-batches could add to "
+                f"{self.option} keeps no gradients that micro-batches could add to "
                 f"(gradient_accumulation_steps={self.window.state.num_steps}). Set gradient_accumulation_steps=1, with "
-                "larger batches, or leave optimizer_in_backward out."
+                f"larger batches, or {self.remedy}."
             )
         if parameter in self._updated:
             raise StateError(
-                f"A parameter of shape {list(parameter.shape)} got a second gradient in one update, and {_OPTION} has "
-                "updated it with the first. Call step() and zero_grad() after each backward, add up losses before it, "
-                "and checkpoint activations with use_reentrant=False."
+                f"A parameter of shape {list(parameter.shape)} got a second gradient in one update, and {self.option} "
+                "has updated it with the first. Call step() and zero_grad() after each backward, add up losses before "
+                "it, and checkpoint activations with use_reentrant=False."
             )
 
     def _may_update(self, norm: Tensor) -> bool:
@@ -189,7 +194,7 @@ class OptimizerInBackward(AcceleratedOptimizer):
         changed = [name for name, value in alone.items() if name != "params" and value is not group.get(name)]
         if changed:
             raise UnsupportedError(
-                f"{_OPTION} does not work with {self.class_name}, which changes {', '.join(changed)} of a whole "
+                f"{self.option} does not work with {self.class_name}, which changes {', '.join(changed)} of a whole "
                 "parameter group in each step. Use an optimizer with a state for each parameter, such as AdamW or SGD."
             )
 

@@ -164,6 +164,11 @@ class PrepareMethods(CollectiveMethods):
             )
         if not evaluation_mode:
             save_activation_memory(model, self.memory_options)
+        if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.spreads_experts:
+            from trainer_lib.strategies.tensor_parallel.plan import require_experts
+
+            size = self.state.megatron_lm_plugin.expert_model_parallel_size or 1
+            require_experts(model, size, f"expert_model_parallel_size={size}")
         self.sequence_split.attach(model)
         self.precision.wrap_forward(model)
         model = self.strategy.distribute(model, evaluation_mode)

@@ -3,8 +3,11 @@
 import torch
 import torch.distributed as dist
 
-_CUDA, _MPS, _XPU, _NPU = "cuda", "mps", "xpu", "npu"
+from trainer_lib.foundation import xla
+
+_CUDA, _MPS, _XPU, _NPU, _XLA = "cuda", "mps", "xpu", "npu", "xla"
 _NO_DEVICE = ("cpu", "meta")
+_WITHOUT_FLOAT64 = (_MPS, _XLA)
 # The variables that restrict a process to some devices.
 _VISIBLE = {_CUDA: "CUDA_VISIBLE_DEVICES", _XPU: "ZE_AFFINITY_MASK", _NPU: "ASCEND_RT_VISIBLE_DEVICES"}
 # torch has fused kernels of Adam and AdamW for these.
@@ -22,7 +25,8 @@ def is_shared(device_type: str) -> bool:
 
 def has_index(device: torch.device) -> bool:
     """Whether a device is one of several of its type."""
-    return device.type not in _NO_DEVICE and not is_shared(device.type) and device.index is not None
+    # torch_xla chooses the device of a process itself.
+    return device.type not in (*_NO_DEVICE, _XLA) and not is_shared(device.type) and device.index is not None
 
 
 def default_backend(device_type: str) -> str:
@@ -56,7 +60,7 @@ def types_with_visible_devices() -> list[str]:
 
 def pins_memory(device_type: str) -> bool:
     """Whether copies between host and device are faster, and run beside the computation, from page-locked memory."""
-    return device_type not in _NO_DEVICE and not is_shared(device_type)
+    return device_type not in (*_NO_DEVICE, _XLA) and not is_shared(device_type)
 
 
 def can_pin_memory() -> bool:
@@ -67,7 +71,7 @@ def can_pin_memory() -> bool:
 
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for long sums: float64, since float32 loses digits over thousands of values, or the widest."""
-    return torch.float32 if device.type == _MPS else torch.float64
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
 
 
 def has_fused_adam(device_type: str) -> bool:
@@ -80,11 +84,50 @@ def has_flash_attention(device_type: str) -> bool:
     return device_type == _CUDA
 
 
+def computes_in_fp16(device_type: str) -> bool:
+    """Whether a type of device has fp16, with a scale of the loss."""
+    return device_type != _XLA
+
+
 def supports_bf16() -> bool:
     """Whether this machine's accelerator computes in bf16; True without one, and where torch cannot tell."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     ask = None if accelerator is None else getattr(torch.get_device_module(accelerator), "is_bf16_supported", None)
     return True if ask is None else bool(ask())
+
+
+# -- computing ---------------------------------------------------------------------------------------------------------
+
+
+def generator_type() -> str | None:
+    """Return the type of device whose generator this process draws from beside the CPU's; `None` if there is none."""
+    if xla.is_requested():
+        return _XLA
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
+def generator_state(device_type: str) -> torch.Tensor:
+    """Return the state of the generator of this process's device."""
+    if device_type == _XLA:
+        return xla.generator_state()
+    return torch.get_device_module(device_type).get_rng_state()
+
+
+def set_generator_state(device_type: str, state: torch.Tensor) -> None:
+    """Restore a state that `generator_state` returned."""
+    if device_type == _XLA:
+        xla.set_generator_state(state)
+    else:
+        torch.get_device_module(device_type).set_rng_state(state)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done its work; the CPU has."""
+    if device.type == _XLA:
+        xla.sync(wait=True)
+    elif device.type not in _NO_DEVICE:
+        torch.accelerator.synchronize(device)
 
 
 # -- facts for people --------------------------------------------------------------------------------------------------
@@ -93,13 +136,15 @@ def supports_bf16() -> bool:
 def device_name(device: torch.device | str) -> str:
     """Return what the maker calls a device, such as "NVIDIA H100 80GB HBM3"; its type if torch cannot tell."""
     device = torch.device(device)
+    if device.type == _XLA:
+        return xla.device_kind()
     ask = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if ask is None else str(ask(device))
 
 
 def memory_of(device: torch.device) -> dict[str, int]:
     """Return the bytes that are allocated and reserved on a device, and the peak; nothing for the CPU."""
-    if device.type in _NO_DEVICE or not torch.accelerator.memory_stats(device):
+    if device.type in (*_NO_DEVICE, _XLA) or not torch.accelerator.memory_stats(device):
         return {}
     return {
         "allocated": torch.accelerator.memory_allocated(device),

@@ -111,6 +111,11 @@ def device_requested() -> str | None:
     return os.environ.get("ACCELERATE_TORCH_DEVICE") or None
 
 
+def xla_requested() -> bool:
+    """Whether a variable names a device of torch_xla: its own PJRT_DEVICE, or the launcher's."""
+    return bool(os.environ.get("PJRT_DEVICE")) or (device_requested() or "").startswith("xla")
+
+
 def mixed_precision_requested() -> str:
     """The precision named by the launcher (MIXED_PRECISION in early versions of Accelerate), or "no"."""
     return (os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no").lower()

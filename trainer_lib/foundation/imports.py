@@ -195,8 +195,18 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed; False if you ask for a TPU or GPU, which this version does not use with it."""
-    return is_package_available("torch_xla") and not (check_is_tpu or check_is_gpu)
+    """Whether torch_xla can be imported; with one of the questions, whether it drives a TPU or a GPU.
+
+    Args:
+        check_is_tpu: Whether it drives a TPU.
+        check_is_gpu: Whether it drives a GPU.
+    """
+    from trainer_lib.foundation import xla
+
+    if not xla.can_be_imported():
+        return False
+    kinds = [kind for kind, is_asked in (("TPU", check_is_tpu), ("CUDA", check_is_gpu)) if is_asked]
+    return all(xla.device_kind() == kind for kind in kinds)
 
 
 def is_weights_only_available() -> bool:
@@ -229,7 +239,7 @@ def is_torchdata_stateful_dataloader_available() -> bool:
     return is_torchdata_available() and is_package_available("torchdata.stateful_dataloader")
 
 
-USE_TORCH_XLA = False  # this version does not use torch_xla
+USE_TORCH_XLA = False  # it is not imported unless PJRT_DEVICE or ACCELERATE_TORCH_DEVICE asks for it
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:

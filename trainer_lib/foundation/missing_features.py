@@ -74,9 +74,18 @@ SAGEMAKER = MissingFeature(
     "the arguments of SageMaker's Python package",
     "`trainer-lib launch` describes the job by boto3: trainer_lib.commands.sagemaker.job.",
 )
-TPU = MissingFeature(
-    "TPUs",
-    "torch_xla, which drives them, has no version for the torch that this library needs. Train on GPUs or the CPU.",
+TPU_CASTS = MissingFeature(
+    "torch_xla's former casts of all numbers", "--mixed_precision bf16 computes in bf16, and bf16-true trains in it."
+)
+TPU_FUNCTIONS = MissingFeature(
+    "a launcher that calls a function of the script",
+    "`trainer-lib launch --tpu` runs the whole script in each process: call the function there.",
+)
+TPU_INSTALLER = MissingFeature("an installer of torch_xla", "Run `pip install torch_xla` for the torch that you have.")
+TPU_PODS = MissingFeature(
+    "Accelerate's launcher for pods",
+    "Run `trainer-lib launch --tpu` on each machine, with its --machine_rank; `trainer-lib tpu-config` runs commands "
+    "on all of them.",
 )
 AIM = MissingFeature(
     "a tracker for Aim", "Its package writes without an error, and its own reader finds nothing: use another tracker."

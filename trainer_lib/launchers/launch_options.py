@@ -4,7 +4,9 @@ from typing import Any
 
 from trainer_lib.foundation.missing_features import (
     MEGATRON_LM,
-    TPU,
+    TPU_CASTS,
+    TPU_FUNCTIONS,
+    TPU_PODS,
     MissingFeature,
 )
 from trainer_lib.launchers.setting import (
@@ -52,7 +54,7 @@ GROUPS = {
     "script": "the script",
 }
 MISSING_GROUPS = {
-    "tpu": "TPUs, which this version does not train on",
+    "tpu": "TPUs by Accelerate's launchers",
 }
 
 
@@ -79,6 +81,14 @@ def _processes() -> list[Setting]:
             group=group,
             kind=SWITCH,
             help="fail unless there are two accelerators or more",
+            default=False,
+            key=None,
+        ),
+        Setting(
+            name="tpu",
+            group=group,
+            kind=SWITCH,
+            help="train on TPUs by torch_xla; --num_processes says how many chips",
             default=False,
             key=None,
         ),
@@ -592,8 +602,7 @@ def _fp8() -> list[Setting]:
 
 
 def _elsewhere() -> list[Setting]:
-    tpu: dict[str, Kind] = {
-        "tpu": SWITCH,
+    pods: dict[str, Kind] = {
         "tpu_cluster": SWITCH,
         "no_tpu_cluster": SWITCH,
         "vm": FILLED,
@@ -601,12 +610,27 @@ def _elsewhere() -> list[Setting]:
     }
     return [
         *[
-            Setting(name=name, group="tpu", kind=kind, help="", default=name == "no_tpu_cluster", key=None, missing=TPU)
-            for name, kind in tpu.items()
+            Setting(
+                name=name,
+                group="tpu",
+                kind=kind,
+                help="",
+                default=name == "no_tpu_cluster",
+                key=None,
+                missing=TPU_PODS,
+            )
+            for name, kind in pods.items()
         ],
-        Setting(name="tpu_use_sudo", group="tpu", kind=SWITCH, help="", default=False, missing=TPU),
-        Setting(name="downcast_bf16", group="tpu", kind=SWITCH, help="", default=False, missing=TPU),
-        Setting(name="main_training_function", group="tpu", kind=FILLED, help="", default="main", missing=TPU),
+        Setting(name="tpu_use_sudo", group="tpu", kind=SWITCH, help="", default=False, missing=TPU_PODS),
+        Setting(name="downcast_bf16", group="tpu", kind=SWITCH, help="", default=False, missing=TPU_CASTS),
+        Setting(
+            name="main_training_function",
+            group="tpu",
+            kind=FILLED,
+            help="",
+            default="main",
+            missing=TPU_FUNCTIONS,
+        ),
     ]
 
 

@@ -29,6 +29,8 @@ class DistributedType(BaseEnum):
         """Return the kind of a world of several ranks on a type of device."""
         if device_type == "cuda":
             return cls.MULTI_GPU
+        if device_type == "xla":
+            return cls.XLA
         name = f"MULTI_{device_type.upper()}"
         # A device type that torch knows and this enum does not counts as a GPU.
         return cls[name] if name in cls.__members__ else cls.MULTI_GPU

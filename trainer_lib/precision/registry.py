@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.device_types import computes_in_fp16
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.precision_options import PRECISIONS, AutocastKwargs, GradScalerKwargs
 from trainer_lib.precision.autocast import Autocast
@@ -30,7 +31,7 @@ def choose_precision(
     Raises:
         ConfigurationError: If the name is unknown, or there are options of fp8 for another precision.
         MissingPackageError: If the package that computes in fp8 is not installed.
-        UnsupportedError: If the device does not compute in fp8.
+        UnsupportedError: If the device does not compute in fp8 or fp16.
     """
     if fp8 is not None and name != "fp8":
         raise ConfigurationError(
@@ -45,6 +46,11 @@ def choose_precision(
     if name == "bf16-true":
         return TrueBfloat16(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
     if name == "fp16":
+        if not computes_in_fp16(device_type):
+            raise UnsupportedError(
+                f"mixed_precision='fp16' does not work on {device_type} devices, which compute in bf16. Use "
+                "mixed_precision='bf16'."
+            )
         return ScaledAutocast(device_type, autocast or AutocastKwargs(), scaler or GradScalerKwargs())
     if name == "fp8":
         return _fp8(device_type, autocast or AutocastKwargs(), fp8)

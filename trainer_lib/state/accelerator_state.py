@@ -117,6 +117,8 @@ class AcceleratorState(ProcessControl):
                 torch_tp_plugin,
                 zero_shards=deepspeed is not None,
             )
+            if partial.distributed_type == DistributedType.XLA:
+                _check_whole(deepspeed=deepspeed, megatron_lm=megatron_lm_plugin, arrangement=arrangement)
             self._mixed_precision, self._asked = precision, asked
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
@@ -324,6 +326,25 @@ def _check_alone(deepspeed: "DeepSpeedPlugins | None", arrangement: Arrangement)
             "deepspeed_plugin, ParallelismConfig takes sp_size or cp_size and sizes of data parallelism; use "
             "fsdp_plugin for the others."
         )
+
+
+def _check_whole(deepspeed: Any, megatron_lm: Any, arrangement: Arrangement) -> None:
+    """Raise for what shards or splits models on devices of torch_xla."""
+    config = arrangement.parallelism_config
+    split = {} if config is None else {f"{name}_size": size for name, size in config.sizes.items() if size > 1}
+    split.pop("dp_replicate_size", None)
+    given = {
+        "deepspeed_plugin": deepspeed,
+        "megatron_lm_plugin": megatron_lm,
+        "fsdp_plugin": arrangement.fsdp_plugin,
+        **split,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{name}={value if name in split else type(value).__name__} does not work on devices of torch_xla, "
+                "where each rank holds the whole model. Leave it out, or train on GPUs or the CPU."
+            )
 
 
 def _check_only_engine(*others: Any) -> None:

@@ -95,7 +95,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether XLA has reduced the gradients; there is no XLA in this version."""
+        """Whether a script has reduced gradients for torch_xla itself: `backward` does it here, on any device."""
         return False
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 
 from trainer_lib import process_group
-from trainer_lib.foundation import environment
+from trainer_lib.foundation import environment, xla
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 from trainer_lib.options.enums import DistributedType
@@ -141,14 +141,22 @@ class PartialState(ProcessControl):
 
     def _start(self, cpu: bool, options: InitProcessGroupKwargs) -> None:
         world = process_group.requested_world()
-        device = choose_device(cpu, world)
-        use_device(device)
         launcher = _SCRIPT if process_group.exists() else environment.launcher_name(world)
-        adopted = process_group.adopted() if world is None else None
-        if adopted is not None:
-            group: ProcessGroup = adopted
+        on_xla = xla.is_requested(cpu)
+        if on_xla:
+            from trainer_lib.xla_process_group import form_on_xla
+
+            group: ProcessGroup = form_on_xla(world, options)  # first: it says which device is this rank's
+            device = xla.device()
+            xla.seed(torch.initial_seed() % 2**32)  # torch's own seeds do not reach it
         else:
-            group = LoneProcess() if world is None else process_group.form(world, device, options)
+            device = choose_device(cpu, world)
+            use_device(device)
+            adopted = process_group.adopted() if world is None else None
+            if adopted is not None:
+                group = adopted
+            else:
+                group = LoneProcess() if world is None else process_group.form(world, device, options)
         self.debug = environment.debug_mode()
         self.fork_launched = environment.launched_by_fork()
         self.launcher = launcher
@@ -159,7 +167,10 @@ class PartialState(ProcessControl):
         self.local_process_index: int = process_group.rank_on_machine(group) if world is None else world.local_rank
         self.backend = group.backend
         alone = isinstance(group, LoneProcess)
-        self.distributed_type = DistributedType.NO if alone else DistributedType.of_device(device.type)
+        if on_xla:
+            self.distributed_type = DistributedType.XLA  # a single device needs its strategy too
+        else:
+            self.distributed_type = DistributedType.NO if alone else DistributedType.of_device(device.type)
         self._options = options
         self.group = self.data_group = group
         self._parts, self.first_readers = [], range(group.size)

@@ -159,9 +159,9 @@ class Strategy(ABC):
     def why_gradients_are_late(self) -> str | None:
         """Return why gradients are complete only after the backward; `None` if a parameter's hooks see its whole one.
 
-        The reason is the end of a sentence, with what to do instead.
+        The reason is the middle of a text: a sentence that has begun, and what to do instead without its full stop.
         """
-        return f"{type(self).__name__} completes gradients after it. Leave one of them out."
+        return f"{type(self).__name__} completes gradients after it. Take another strategy"
 
     def check_local_backwards(self) -> None:  # noqa: B027  (by default all ranks can)
         """Raise if ranks cannot run backwards without collectives (see `begin_local_backwards`)."""

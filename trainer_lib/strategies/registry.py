@@ -89,6 +89,11 @@ def choose_strategy(
                 f"{type(fsdp or ddp).__name__} another one. Give one of them."
             )
         return _registered[type(registered)](group, device, registered)
+    if distributed_type == DistributedType.XLA:
+        from trainer_lib.strategies.xla import XLA
+
+        _warn_of_unused(ddp, "torch_xla averages the gradients")
+        return XLA(group, device)
     if deepspeed is not None and deepspeed.shards:
         from trainer_lib.strategies.deepspeed.deepspeed import DeepSpeed
 

@@ -7,7 +7,6 @@ from trainer_lib.foundation.environment import env_var_path_add as env_var_path_
 from trainer_lib.foundation.missing_features import (
     LAUNCHER_STEPS,
     SAGEMAKER,
-    TPU,
     missing_class,
     missing_function,
 )
@@ -15,7 +14,7 @@ from trainer_lib.options.accelerate_constants import DEEPSPEED_MULTINODE_LAUNCHE
 
 prepare_deepspeed_cmd_env: Callable[..., Any] = missing_function("prepare_deepspeed_cmd_env", LAUNCHER_STEPS)
 prepare_sagemager_args_inputs: Callable[..., Any] = missing_function("prepare_sagemager_args_inputs", SAGEMAKER)
-prepare_tpu: Callable[..., Any] = missing_function("prepare_tpu", TPU)
+prepare_tpu: Callable[..., Any] = missing_function("prepare_tpu", LAUNCHER_STEPS)
 PrepareForLaunch: type[Any] = missing_class("PrepareForLaunch", LAUNCHER_STEPS)
 prepare_extend_env_parallelism_config: Callable[..., Any] = missing_function(
     "prepare_extend_env_parallelism_config", LAUNCHER_STEPS

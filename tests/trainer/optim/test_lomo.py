@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import run_world
-from trainer_lib import Accelerator, ConfigurationError
+from trainer_lib import Accelerator, ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import NonFiniteError
+from trainer_lib.options.memory_options import MemoryKwargs
 from trainer_lib.trainer.optim.lomo import AdaLomo, Lomo
 
 
@@ -128,3 +130,25 @@ def test_an_accelerator_that_keeps_gradients_is_refused_by_the_name_of_the_optim
     message = r"optimizer='lomo' contradicts the accelerator.*Take another optimizer, or make .*in_backward=True"
     with pytest.raises(ConfigurationError, match=message):
         trainer(given, accelerator=Accelerator(cpu=True))
+
+
+def test_errors_of_a_run_name_the_optimizer_that_asks_for_it() -> None:
+    model = network()
+    weight = next(iter(model.parameters()))
+    weight.register_hook(lambda gradient: gradient * float("nan"))
+    made = trainer(arguments(optimizer="adalomo", max_grad_norm=None), model=model)
+    with pytest.raises(NonFiniteError, match=r"With optimizer='adalomo' .*, or take another optimizer, so that no"):
+        made.fit()
+    made.accelerator.free_memory()
+
+    def body() -> str:
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[MemoryKwargs(optimizer_in_backward=True)])
+        model = network()
+        with pytest.raises(UnsupportedError) as caught:
+            accelerator.prepare(model, Lomo(model.parameters()))
+        accelerator.free_memory()
+        return str(caught.value)
+
+    for message in run_world(body, num_processes=2):
+        assert message.startswith("optimizer='lomo' updates parameters while the backward runs, and DDP reduces")
+        assert message.endswith("(fsdp=True, or an fsdp_plugin), or take another optimizer.")

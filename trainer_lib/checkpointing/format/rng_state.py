@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer_lib.foundation.device_types import generator_state, set_generator_state
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -31,7 +32,7 @@ class Generators:
             "torch": torch.get_rng_state(),
         }
         if self._device_type != "cpu":
-            state["device"] = {self._device_type: torch.get_device_module(self._device_type).get_rng_state()}
+            state["device"] = {self._device_type: generator_state(self._device_type)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,9 +46,9 @@ class Generators:
                 "The checkpoint was saved on a CPU and has no generator state for %s: that generator is not restored.",
                 self._device_type,
             )
-        for kind, generator_state in devices.items():
+        for kind, saved in devices.items():
             if kind == self._device_type:
-                torch.get_device_module(kind).set_rng_state(generator_state.cpu())
+                set_generator_state(kind, saved.cpu())
             else:
                 _logger.warning(
                     "The checkpoint was saved on %s and is loaded on %s: random numbers drawn there will differ.",

@@ -26,6 +26,11 @@ _PLAIN = {
     ("pathlib", "WindowsPath"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+    # Megatron-LM's metadata has the plans of its writers too.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
 }
 TensorPath = tuple[str | int, ...]
 Target = Callable[[TensorPath, torch.Size, torch.dtype], Tensor]
@@ -74,7 +79,6 @@ def read_shards(folder: Path, target: Target, alone: bool = False) -> dict[str, 
     Raises:
         CheckpointError: If it is no such folder, is damaged, or its pickles hold more than tensors and plain values.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = _read_metadata(folder)
@@ -84,16 +88,33 @@ def read_shards(folder: Path, target: Target, alone: bool = False) -> dict[str, 
         else None
         for name, entry in metadata.state_dict_metadata.items()
     }
-    try:
-        with _without_warning():
-            dcp.load(flat, storage_reader=_reader(folder, metadata), planner=_planner(), no_dist=alone)
-    except dcp.api.CheckpointException as error:
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
-        raise CheckpointError(f"{folder} cannot be read: {causes}") from error
+    _load(folder, metadata, flat, alone)
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         _insert(nested, metadata.planner_data[name], value)
     return nested
+
+
+def read_tensors_of(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Read whole tensors under the names that the shards have, on this rank alone.
+
+    Args:
+        folder: The folder of the shards.
+        wanted: Whether to read the tensor of a name.
+
+    Raises:
+        CheckpointError: See `read_shards`.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = _read_metadata(folder)
+    flat: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and wanted(name)
+    }
+    _load(folder, metadata, flat, alone=True)
+    return flat
 
 
 def read_whole(folder: Path) -> dict[str, Any]:
@@ -164,6 +185,18 @@ def _read_metadata(folder: Path) -> Any:
         ) from error
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _load(folder: Path, metadata: Any, flat: dict[str, Any], alone: bool) -> None:
+    """Read the values of a flat state in place."""
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        with _without_warning():
+            dcp.load(flat, storage_reader=_reader(folder, metadata), planner=_planner(), no_dist=alone)
+    except dcp.api.CheckpointException as error:
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise CheckpointError(f"{folder} cannot be read: {causes}") from error
 
 
 def _reader(folder: Path, metadata: Any) -> Any:

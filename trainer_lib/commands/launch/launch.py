@@ -14,7 +14,7 @@ from trainer_lib.commands.launch.launch_parser import launch_parser, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.missing_features import TPU, missing_function
+from trainer_lib.foundation.missing_features import TPU_PODS, missing_function
 from trainer_lib.launchers import launch_plan
 from trainer_lib.launchers.config_file import SageMakerConfig
 from trainer_lib.launchers.launch_options import SETTINGS
@@ -197,6 +197,8 @@ def _plan(values: LaunchValues) -> tuple[Plan, int]:
             f"{asks} needs two accelerators or more, and there {'is 1' if accelerators == 1 else 'are none'} "
             "to train on here. Leave it out, or give --cpu for processes on the CPU."
         )
+    if values["tpu"]:
+        _check_tpu(values)
     num_processes = _processes_here(values, accelerators)
     check_enough(num_processes, accelerators)
     alone = values["num_machines"] == 1
@@ -215,6 +217,22 @@ def _plan(values: LaunchValues) -> tuple[Plan, int]:
         **{name: values[name] for name in _OF_THE_PLAN},
     )
     return plan, accelerators
+
+
+def _check_tpu(values: LaunchValues) -> None:
+    """Raise if processes could not use TPUs, or nobody says how many chips there are."""
+    from trainer_lib.foundation import xla
+
+    if values["cpu"]:
+        raise ConfigurationError(
+            f"tpu ({values.source('tpu')}) and cpu ({values.source('cpu')}) contradict each other. Leave out one of "
+            "them."
+        )
+    if values["num_processes"] is None:
+        raise ConfigurationError(
+            "--tpu needs --num_processes, the number of chips: counting them would take them from the processes."
+        )
+    xla.load()
 
 
 _OF_THE_PLAN = (
@@ -274,6 +292,7 @@ def _say_nothing(message: str) -> None:
 simple_launcher: Callable[[argparse.Namespace], None] = launch_command
 multi_gpu_launcher: Callable[[argparse.Namespace], None] = launch_command
 deepspeed_launcher: Callable[[argparse.Namespace], None] = launch_command
+tpu_launcher: Callable[[argparse.Namespace], None] = launch_command
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
@@ -294,5 +313,4 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
         raise SystemExit(code)
 
 
-tpu_launcher: Callable[..., Any] = missing_function("tpu_launcher", TPU)
-tpu_pod_launcher: Callable[..., Any] = missing_function("tpu_pod_launcher", TPU)
+tpu_pod_launcher: Callable[..., Any] = missing_function("tpu_pod_launcher", TPU_PODS)

@@ -36,7 +36,9 @@ def _of_each_launch(values: LaunchValues) -> dict[str, str]:
         asked["enable_cpu_affinity"] = 1
     if asked.get("debug"):
         asked["debug"] = "true"
-    return {_variable(name): str(value) for name, value in asked.items() if name == "cpu" or value}
+    variables = {_variable(name): str(value) for name, value in asked.items() if name == "cpu" or value}
+    # torch_xla drives other devices by the same variable.
+    return variables | {"PJRT_DEVICE": environment.variable("PJRT_DEVICE") or "TPU"} if values["tpu"] else variables
 
 
 def _of_compilation(values: LaunchValues) -> dict[str, str]:

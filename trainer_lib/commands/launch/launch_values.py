@@ -122,9 +122,6 @@ class LaunchValues:
         on_cpu = given.get("cpu", values.get("use_cpu"))
         if not name or given.keys() & set(_WORLDS) or (name == _MULTI_GPU and on_cpu):
             return
-        missing = SETTINGS[name].missing
-        if missing is not None:
-            raise refusal(f"`distributed_type: {kind}` in {file}", missing)
         self.set(name, True, str(file))
 
     def _take_entry(self, name: str, value: Any, source: str) -> None:

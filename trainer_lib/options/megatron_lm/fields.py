@@ -4,6 +4,9 @@ MAPPED = {
     "tp_degree": "`ParallelismConfig(tp_size=…)`",
     "pp_degree": "`ParallelismConfig(pp_size=…)`",
     "context_parallel_size": "`ParallelismConfig(cp_size=…)`",
+    "expert_model_parallel_size": "experts are spread over the ranks of `tp_degree`, so it has to be equal to it, with "
+    "`expert_tensor_parallel_size=1`",
+    "expert_tensor_parallel_size": "1: each expert is whole on its rank; more is refused",
     "num_layers_per_virtual_pipeline_stage": "`TorchPipelineParallelConfig(schedule='Interleaved1F1B', "
     "blocks_per_stage=…)`: several stages on each rank",
     "num_micro_batches": "`gradient_accumulation_steps`; loops need `with accelerator.accumulate(model)`",
@@ -58,7 +61,6 @@ MEMORY = {
 _MODEL = "it is a property of the model. Set it in the model's configuration"
 _STEP = "Megatron-LM's models are not built. Give prepare() your model, and a train step with your loss"
 _CHECKPOINT = "checkpoints always hold the optimizer's state, and load it. Use save_model and load_checkpoint_in_model"
-_EXPERTS = "experts are spread over the ranks of tp_degree, by the model's own plan"
 
 REFUSED = {
     "decoder_last_pipeline_num_layers": "stages are cut so that the largest has as few weights as possible. Name other "
@@ -69,8 +71,6 @@ REFUSED = {
     "hidden_dropout": _MODEL,
     "attention_softmax_in_fp32": _MODEL,
     "use_rotary_position_embeddings": _MODEL,
-    "expert_model_parallel_size": _EXPERTS,
-    "expert_tensor_parallel_size": _EXPERTS,
     "use_precision_aware_optimizer": "optimizer states have the type of their weights",
     "no_load_optim": _CHECKPOINT,
     "no_save_optim": _CHECKPOINT,

@@ -16,7 +16,7 @@ from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 
-_COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "num_micro_batches")
+_COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "expert_model_parallel_size", "num_micro_batches")
 _FLAGS = (
     "sequence_parallelism",
     "recompute_activations",
@@ -26,7 +26,6 @@ _FLAGS = (
     "overlap_cpu_optimizer_d2h_h2d",
 )
 _DEFAULTS = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_FLAGS, False), "gradient_clipping": 1.0}
-_NOTHING = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}  # asks for nothing, as `False` does
 _GRANULARITIES = ("selective", "full")
 _METHODS = ("uniform", "block")
 
@@ -53,12 +52,12 @@ class MegatronLMPlugin:
         recompute_method: "uniform" or "block": which blocks `recompute_granularity="full"` recomputes.
         recompute_num_layers: How many blocks `recompute_method="block"` recomputes.
         attention_backend: Refused.
-        expert_model_parallel_size: Refused above 1.
+        expert_model_parallel_size: How many ranks share the experts of a layer: 1, or `tp_degree`.
         context_parallel_size: How many ranks hold parts of the same sequences.
         attention_dropout: Refused.
         hidden_dropout: Refused.
         attention_softmax_in_fp32: Refused.
-        expert_tensor_parallel_size: Refused above 1.
+        expert_tensor_parallel_size: How many ranks split each expert: 1.
         calculate_per_token_loss: Train steps weigh micro-batches by their tokens.
         use_rotary_position_embeddings: Refused.
         num_micro_batches: The micro-batches of an accumulation window.
@@ -263,6 +262,11 @@ class MegatronLMPlugin:
         return None if size is None else TorchPipelineParallelConfig(schedule="Interleaved1F1B", blocks_per_stage=size)
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether a model has to have experts, which ranks share."""
+        return (self.expert_model_parallel_size or 1) > 1
+
+    @property
     def matrix_splitting(self) -> TorchTensorParallelConfig | None:
         """How matrices are split; `None`: as usual."""
         splits = self.sequence_parallelism and (self.tp_degree or 1) > 1 and self.pp_degree == 1
@@ -298,8 +302,23 @@ class MegatronLMPlugin:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, why in REFUSED.items():
             value = getattr(self, name)
-            if value is not False and value not in (defaults[name], _NOTHING.get(name, defaults[name])):
+            if value is not False and value != defaults[name]:
                 raise UnsupportedError(f"MegatronLMPlugin({name}={shown(value)}) has no counterpart: {why}.")
+
+    def _check_experts(self) -> None:
+        """Raise unless experts are spread over the ranks that split the other matrices."""
+        size, split = self.expert_model_parallel_size, self.expert_tensor_parallel_size
+        if split is not None:
+            check_count("expert_tensor_parallel_size", split)
+        if size == 1 and split in (None, 1):  # Megatron-LM's defaults ask for nothing
+            return
+        if size != self.tp_degree or split != 1:
+            raise UnsupportedError(
+                f"MegatronLMPlugin(expert_model_parallel_size={size}, expert_tensor_parallel_size={split}) with "
+                f"tp_degree={self.tp_degree} has no counterpart: whole experts are spread over the ranks of tp_degree, "
+                "which read the same batches. Give all three: tp_degree=N, expert_model_parallel_size=N, "
+                "expert_tensor_parallel_size=1. (Megatron-LM's own expert_tensor_parallel_size is tp_degree.)"
+            )
 
     def _check_values(self) -> None:
         for name in _COUNTS:
@@ -317,6 +336,7 @@ class MegatronLMPlugin:
                 "step that takes them."
             )
         check_schedule(self)
+        self._check_experts()
         self._check_recomputation()
         if self.num_layers_per_virtual_pipeline_stage is not None:
             check_count("num_layers_per_virtual_pipeline_stage", self.num_layers_per_virtual_pipeline_stage)

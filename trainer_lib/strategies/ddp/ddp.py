@@ -90,7 +90,7 @@ class DDP(Strategy):
         """Return that DDP reduces buckets, which stay in memory."""
         return (
             "DDP reduces gradients in buckets that stay in memory, so nothing would be freed. Shard the model instead "
-            "(fsdp=True, or an fsdp_plugin), or leave optimizer_in_backward out."
+            "(fsdp=True, or an fsdp_plugin)"
         )
 
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:

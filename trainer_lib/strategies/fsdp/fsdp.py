@@ -128,7 +128,7 @@ class FSDP(Strategy):
         more = ", …" if len(names) > 3 else ""
         return (
             f"the gradients of weights that are not sharded are averaged after it: {', '.join(names[:3])}{more}. Shard "
-            "all weights over all ranks (dp_shard_size), or leave optimizer_in_backward out."
+            "all weights over all ranks (dp_shard_size)"
         )
 
     def send_with_gradients(self, values: Sequence[float | Tensor]) -> None:

@@ -123,7 +123,7 @@ class PipelineParallel(FSDP):
         """Return that stages finish gradients after their backwards."""
         return (
             "a pipeline sums the gradients of shared weights after it, and adds up those of micro-batches. Leave "
-            "pp_size at 1, or leave optimizer_in_backward out."
+            "pp_size at 1"
         )
 
     def takes_windows(self, model: nn.Module) -> bool:

@@ -109,6 +109,24 @@ def _patterns(
     return _with_experts(getattr(model, "tp_plan", None) or {}) or known
 
 
+def require_experts(model: nn.Module, size: int, option: str) -> None:
+    """Raise unless the plan of a model spreads experts over this many ranks.
+
+    Args:
+        model: The whole model.
+        size: The number of ranks.
+        option: The option that asks for it.
+
+    Raises:
+        ConfigurationError: If the plan has no experts.
+    """
+    if "experts" not in resolve(model, TorchTensorParallelConfig(), size).values():
+        raise ConfigurationError(
+            f"{option} spreads experts over ranks, and {type(model).__name__} has none that a plan of transformers "
+            "names. Leave it out."
+        )
+
+
 def _with_experts(plan: Mapping[str, str]) -> Mapping[str, str]:
     """Return a plan of transformers whose experts are spread as a whole, not each of them split."""
     experts = [pattern for pattern, style in plan.items() if style in _EXPERTS]

@@ -25,7 +25,13 @@ def steps_in_backward(optimizer: str) -> bool:
 
 
 class _OneByOne(Optimizer):
-    """An optimizer that treats each parameter alone, in fp32."""
+    """An optimizer that treats each parameter alone, in fp32.
+
+    Attributes:
+        option_of_updates: The option that asks for updates in the backward, for errors.
+    """
+
+    option_of_updates: str
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -68,6 +74,8 @@ class Lomo(_OneByOne):
         [0.5, 0.5]
     """
 
+    option_of_updates = "optimizer='lomo'"
+
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, clip_grad_value: float | None = None) -> None:
         super().__init__(params, {"lr": lr, "clip_grad_value": _limit(clip_grad_value)})
 
@@ -94,6 +102,8 @@ class AdaLomo(_OneByOne):
         >>> weight.tolist()
         [[0.5, 0.5], [0.5, 0.5]]
     """
+
+    option_of_updates = "optimizer='adalomo'"
 
     def __init__(
         self,

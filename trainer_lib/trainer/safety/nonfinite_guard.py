@@ -149,9 +149,10 @@ class NonFiniteGuard:
         value = norm.item()
         if math.isfinite(value):
             return True
+        optimizer = self._in_backward[0]
         raise NonFiniteError(
-            f"{self._report.find(value)} With optimizer_in_backward=True the other weights are updated already: resume "
-            "from the last checkpoint, or leave optimizer_in_backward out, so that no weight changes."
+            f"{self._report.find(value)} With {optimizer.option} the other weights are updated already: resume from "
+            f"the last checkpoint, or {optimizer.remedy}, so that no weight changes."
         )
 
     def _trained(self) -> list[Tensor]:

@@ -22,6 +22,7 @@ from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.events import Modifier, Run
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.foundation.device_types import synchronize
 from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.errors import NonFiniteError, TrainerLibError
 from trainer_lib.foundation.lengths import length_of
@@ -401,8 +402,7 @@ class _Probe(Modifier):
 
     def on_step_end(self, run: Run) -> None:
         """Note the time of an update; the first one also warms up."""
-        if self._accelerator.device.type != "cpu":
-            torch.accelerator.synchronize()
+        synchronize(self._accelerator.device)
         self.step, self.step_seconds = run.state.step, time.perf_counter() - self._mark
 
     def on_save_begin(self, run: Run, folder: Path) -> None:

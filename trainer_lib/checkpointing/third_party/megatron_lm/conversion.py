@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer_lib.checkpointing.format.layout import state_folder
+from trainer_lib.checkpointing.third_party.megatron_lm.distributed import read_distributed
 from trainer_lib.checkpointing.third_party.megatron_lm.models import (
     KINDS,
     Kind,
@@ -30,6 +31,7 @@ from trainer_lib.checkpointing.third_party.megatron_lm.pieces import (
     FILE,
     TRACKER,
     cut_into_stages,
+    is_distributed,
     iteration_folder,
     read_pieces,
     split,
@@ -94,9 +96,9 @@ def to_transformers(
     pieces = iteration_folder(source)
     if pieces is None:
         raise CheckpointError(
-            f"{source} is no checkpoint of Megatron-LM: it has no {TRACKER} and no mp_rank_* folders."
+            f"{source} is no checkpoint of Megatron-LM: it has no {TRACKER}, no mp_rank_* folders and no shards."
         )
-    weights, arguments, _ = read_pieces(pieces)
+    weights, arguments, _ = read_distributed(pieces) if is_distributed(pieces) else read_pieces(pieces)
     _check_arguments(pieces, arguments, weights, vocab_size)
     left_out = {"optimizer, schedule, generators": "only weights are converted"}
     known = vocab_size or arguments.get("vocab_size")

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from trainer_lib.checkpointing.third_party.megatron_lm.models import FC1, QKV, Weights
 from trainer_lib.checkpointing.third_party.safe_pickles import read_pickle, read_with_arrays
+from trainer_lib.checkpointing.third_party.torch_shards import is_sharded
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
 
-FILE, TRACKER = "model_optim_rng.pt", "latest_checkpointed_iteration.txt"
+FILE, TRACKER, COMMON = "model_optim_rng.pt", "latest_checkpointed_iteration.txt", "common.pt"
 _FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(_\d\d\d)?")
 _LAYER = re.compile(r"^(\w+)\.layers\.(\d+)\.(.*)$")
 # What other names in these pickles stand for: settings, and states that are not read.
@@ -39,7 +40,7 @@ class Inert(Namespace):
 
 def iteration_folder(folder: Path) -> Path | None:
     """Return the folder with the pieces, inside a folder of checkpoints or itself; `None` for other folders."""
-    if any(_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")):
+    if any(_FOLDER.fullmatch(path.name) for path in folder.glob("mp_rank_*")) or is_distributed(folder):
         return folder
     tracker = folder / TRACKER
     if not tracker.is_file():
@@ -48,6 +49,11 @@ def iteration_folder(folder: Path) -> Path | None:
     if text != "release" and not (text.isascii() and text.isdigit()):
         raise CheckpointError(f"{tracker} must hold an iteration, or release (got {text[:40]!r}).")
     return folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether a folder has no pieces of ranks, but shards of whole weights (`torch_dist`)."""
+    return is_sharded(folder) and (folder / COMMON).is_file()
 
 
 def read_pieces(folder: Path) -> tuple[Weights, Mapping[str, Any], int]:
@@ -60,8 +66,8 @@ def read_pieces(folder: Path) -> tuple[Weights, Mapping[str, Any], int]:
     pieces = {_place(path): _read(path / FILE) for path in sorted(folder.glob("mp_rank_*"))}
     if not pieces:
         raise UnsupportedError(
-            f"{folder} has no mp_rank_* folders: it is no checkpoint of Megatron-LM's format torch. Convert it with "
-            "Megatron-LM's options --ckpt-convert-format torch and --ckpt-convert-save."
+            f"{folder} has no mp_rank_* folders and no shards: it is no checkpoint of Megatron-LM's formats torch and "
+            "torch_dist. Convert it with Megatron-LM's options --ckpt-convert-format torch and --ckpt-convert-save."
         )
     tensor, stages = (1 + max(place[index] for place in pieces) for index in range(2))
     missing = [(rank, stage) for rank in range(tensor) for stage in range(stages) if (rank, stage) not in pieces]
@@ -73,20 +79,53 @@ def read_pieces(folder: Path) -> tuple[Weights, Mapping[str, Any], int]:
             f"tensor and {arguments.get('pipeline_model_parallel_size', stages)} pipeline parallel ranks. Copy all "
             "mp_rank_* folders."
         )
-    version = first.get("checkpoint_version", 0)
-    if not isinstance(version, int | float):
-        raise CheckpointError(f"{folder} is damaged: its checkpoint_version must be a number (got {version!r}).")
-    if version < 3:
-        raise UnsupportedError(
-            f"{folder} has checkpoint_version {float(version)}. Load and save it with Megatron-LM, which writes 3.0."
-        )
+    check_version(folder, first)
     is_gated = bool(arguments.get("swiglu"))
     joined = [_joined(folder, [pieces[rank, stage] for rank in range(tensor)], is_gated) for stage in range(stages)]
     if len({len(stage) for stage in joined}) != 1:
         raise CheckpointError(
             f"{folder} is damaged: its stages must have the same number of chunks (got {[len(s) for s in joined]})."
         )
-    return _in_order(joined), arguments, int(first.get("iteration", 0))
+    return _in_order(joined), arguments, iteration_of(first)
+
+
+def check_version(folder: Path, state: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint has the layout of weights that Megatron-LM writes today.
+
+    Raises:
+        CheckpointError: If its version is no number.
+        UnsupportedError: If it is older.
+    """
+    version = state.get("checkpoint_version", 0)
+    if not isinstance(version, int | float):
+        raise CheckpointError(f"{folder} is damaged: its checkpoint_version must be a number (got {version!r}).")
+    if version < 3:
+        raise UnsupportedError(
+            f"{folder} has checkpoint_version {float(version)}. Load and save it with Megatron-LM, which writes 3.0."
+        )
+
+
+def iteration_of(state: Mapping[str, Any]) -> int:
+    """Return the iteration of a checkpoint."""
+    return int(state.get("iteration", 0))
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the contents of a file with the arguments of a training; no code in it is run.
+
+    Raises:
+        CheckpointError: If it cannot be read, or has no arguments.
+    """
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if path.is_file() else []
+    except (OSError, RuntimeError, ValueError, LookupError, AssertionError, TypeError, EOFError, UnpicklingError):
+        names = []  # reading it says what is wrong
+    inert: list[Any] = [(Inert, name) for name in names if _INERT.fullmatch(name)]
+    with torch.serialization.safe_globals(inert):
+        state = read_with_arrays(path) if any("numpy" in name for name in names) else read_pickle(path)
+    if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace):
+        raise _foreign(path)
+    return state
 
 
 def _place(path: Path) -> tuple[int, int]:
@@ -98,16 +137,15 @@ def _place(path: Path) -> tuple[int, int]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the contents of a piece; no code in it is run."""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if path.is_file() else []
-    except (OSError, RuntimeError, ValueError, LookupError, AssertionError, TypeError, EOFError, UnpicklingError):
-        names = []  # reading it says what is wrong
-    inert: list[Any] = [(Inert, name) for name in names if _INERT.fullmatch(name)]
-    with torch.serialization.safe_globals(inert):
-        state = read_with_arrays(path) if any("numpy" in name for name in names) else read_pickle(path)
-    if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace) or not _chunk_names(state):
-        raise CheckpointError(f"{path} is no piece of a checkpoint of Megatron-LM: it has no args and no model.")
+    state = read_state(path)
+    if not _chunk_names(state):
+        raise _foreign(path)
     return state
+
+
+def _foreign(path: Path) -> CheckpointError:
+    missing = "args" if path.name == COMMON else "args and no model"
+    return CheckpointError(f"{path} is no piece of a checkpoint of Megatron-LM: it has no {missing}.")
 
 
 def _chunk_names(piece: Mapping[Any, Any]) -> list[str]:

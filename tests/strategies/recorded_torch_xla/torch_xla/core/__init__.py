@@ -1,0 +1,1 @@
+"""The part of torch_xla that has collectives."""
