@@ -65,7 +65,8 @@ _CHECKPOINT = "checkpoints always hold the optimizer's state, and load it. Use s
 REFUSED = {
     "decoder_last_pipeline_num_layers": "stages are cut so that the largest has as few weights as possible. Name other "
     "places in TorchPipelineParallelConfig(blocks=…)",
-    "pipeline_model_parallel_split_rank": "a model with an encoder and a decoder is not cut into stages",
+    "pipeline_model_parallel_split_rank": "a model with an encoder and a decoder is cut by tracing its forward. Give "
+    "TorchPipelineParallelConfig(example_inputs=…)",
     "attention_backend": "it is the model's. Give from_pretrained(…, attn_implementation=…)",
     "attention_dropout": _MODEL,
     "hidden_dropout": _MODEL,
