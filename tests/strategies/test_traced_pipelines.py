@@ -38,7 +38,7 @@ class Skips(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.rises = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])  # registered first, and run last
-        self.falls = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True)) for _ in range(2)])
+        self.falls = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16)) for _ in range(2)])
         self.head = nn.Linear(16, VOCABULARY)
         self.unused = nn.Linear(2, 2).requires_grad_(False)
         self.forwards: Tensor
