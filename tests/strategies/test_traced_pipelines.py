@@ -38,7 +38,7 @@ class Skips(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.rises = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])  # registered first, and run last
-        self.falls = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True)) for _ in range(2)])
+        self.falls = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 16)) for _ in range(2)])
         self.head = nn.Linear(16, VOCABULARY)
         self.unused = nn.Linear(2, 2).requires_grad_(False)
         self.forwards: Tensor
@@ -218,6 +218,14 @@ class Overwrites(Decides):
         return self.blocks[1](hidden) + first
 
 
+class Ignores(Decides):
+    """A module whose second block does not need the first one."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.blocks[0](inputs)
+        return self.blocks[1](inputs)
+
+
 class Twice(Decides):
     """A module that is cut by one call more than there are stages."""
 
@@ -249,6 +257,7 @@ def _refused() -> list[str]:
         (Decides(), {}, PreparationError),
         (Selects(), {"blocks": ["blocks.0", "blocks.1"]}, PreparationError),
         (Overwrites(), {"blocks": ["blocks.0", "blocks.1"]}, PreparationError),
+        (Ignores(), {"blocks": ["blocks.0", "blocks.1"]}, PreparationError),
         (Twice(), {}, ConfigurationError),
         (Twice(), {"blocks": "blocks.*"}, ConfigurationError),
         (Skips(), {"blocks": ["embed", "unused"], "example_inputs": EXAMPLE}, ConfigurationError),
@@ -278,6 +287,7 @@ def test_what_cannot_be_traced_is_refused_before_the_first_step() -> None:
         "Decides cannot be cut by tracing: it decides by the values of tensors, which tracing does not know",
         "would pass on a tensor whose shape depends on values (aten.index.Tensor)",
         "changes a value in place on stage 1 (aten.relu_.default in blocks.1.0), and passes views of it",
+        "Stage 0 of the model computes nothing that a later stage needs",
         "calls pipe_split() 2 times, and 2 stages need 1 calls",
         "calls pipe_split(), and blocks='blocks.*' says where to cut it too",
         "names modules that the forward of Skips does not run with these example_inputs: unused",

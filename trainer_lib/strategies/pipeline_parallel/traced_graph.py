@@ -127,7 +127,7 @@ class TracedGraph:
         last = stage == len(starts)
         results: Any = self._output.args[0] if last else self._live(stage + 1, starts)
         if not last:
-            _check_passed_on(results)
+            _check_passed_on(stage, results)
         kept = [
             node
             for node in self._operations()
@@ -198,7 +198,12 @@ def _nodes_in(results: Any) -> list[fx.Node]:
     return found
 
 
-def _check_passed_on(nodes: Iterable[fx.Node]) -> None:
+def _check_passed_on(stage: int, nodes: Sequence[fx.Node]) -> None:
+    if not nodes:
+        raise PreparationError(
+            f"Stage {stage} of the model computes nothing that a later stage needs. Name other blocks (blocks= of "
+            "TorchPipelineParallelConfig), to cut the model elsewhere."
+        )
     for node in nodes:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not all(type(size) is int for size in value.shape):
