@@ -83,6 +83,8 @@ IN_VARIABLES = {
     "megatron_lm_tp_degree": ("2", "MEGATRON_LM_TP_DEGREE", "2"),
     "megatron_lm_pp_degree": ("2", "MEGATRON_LM_PP_DEGREE", "2"),
     "megatron_lm_context_parallel_size": ("2", "MEGATRON_LM_CONTEXT_PARALLEL_SIZE", "2"),
+    "megatron_lm_expert_model_parallel_size": ("1", "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE", "1"),
+    "megatron_lm_expert_tensor_parallel_size": ("1", "MEGATRON_LM_EXPERT_TENSOR_PARALLEL_SIZE", "1"),
     "megatron_lm_num_micro_batches": ("4", "MEGATRON_LM_NUM_MICRO_BATCHES", "4"),
     "megatron_lm_gradient_clipping": ("0.5", "MEGATRON_LM_GRADIENT_CLIPPING", "0.5"),
     "megatron_lm_use_distributed_optimizer": ("true", "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true"),
@@ -103,6 +105,7 @@ IN_THE_START = {
     "machine_rank", "main_process_ip", "main_process_port", "max_restarts",
     "module", "monitor_interval", "mpirun_hostfile", "multi_gpu", "no_python", "num_cpu_threads_per_process",
     "num_machines", "num_processes", "quiet", "rdzv_backend", "rdzv_conf", "role", "tee",
+    "tpu",  # tests/strategies/test_xla.py starts it
     # tests/commands/test_launch_hosts.py starts these.
     "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher",
 }  # fmt: skip
@@ -200,7 +203,7 @@ def test_each_topic_of_help_shows_its_options_and_why_others_are_refused() -> No
                 assert f"--{setting.name}" in text
     for topic in MISSING_GROUPS:
         assert "which this version" in help_text(topic)
-    assert len(help_text().splitlines()) <= 43
+    assert len(help_text().splitlines()) <= 44
     assert "--shutdown_timeout" in help_text("all")
     with pytest.raises(ConfigurationError, match=r"Unknown topic 'fdsp'.* Did you mean 'fsdp'\?"):
         help_text("fdsp")

@@ -28,6 +28,7 @@ ALLOWED = {
     "callbacks/memory_snapshot.py": "records the history of CUDA's allocator, which no other device has",
     "trainer_lib/big_modeling.py": "a method of nn.Module has the name of a device",
     "trainer_lib/checkpointing/third_party/safe_pickles.py": "the keys of Accelerate's files",
+    "trainer_lib/foundation/environment.py": "whether a variable names a device of torch_xla",
     "trainer_lib/foundation/imports.py": "Accelerate's questions is_cuda_available, is_xpu_available and others",
     "trainer_lib/foundation/pytree.py": "Accelerate's question is_torch_xpu_tensor",
     "trainer_lib/options/compile_options.py": "a backend of torch.compile by its name",

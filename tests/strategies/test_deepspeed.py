@@ -152,7 +152,11 @@ def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> 
                     "offload_param": {"device": "nvme", "nvme_path": "/tmp"},
                 }
             },
-            "NVMe, which this version does not support: .*'cpu'",
+            r"NVMe \(offload_param\), which this version does not support: .* swaps them in bf16.*'cpu'",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+            r"NVMe \(offload_optimizer\), which this version does not support: .* wrong gradients.*'cpu'",
         ),
     ],
 )

@@ -53,9 +53,9 @@ def load() -> Any:
         return import_module("torch_xla")
     except (ImportError, OSError) as error:  # OSError: a library beside its module does not load
         raise MissingPackageError(
-            f"PJRT_DEVICE or ACCELERATE_TORCH_DEVICE asks for a device of torch_xla, and torch_xla cannot be imported "
-            f"beside torch {torch.__version__}: {str(error).splitlines()[0]}. Install a torch_xla that is built for "
-            "this torch, or unset both variables to train on GPUs or the CPU."
+            "A device of torch_xla is asked for (by `launch --tpu`, PJRT_DEVICE or ACCELERATE_TORCH_DEVICE), and "
+            f"torch_xla cannot be imported beside torch {torch.__version__}: {str(error).splitlines()[0]}. Install a "
+            "torch_xla that is built for this torch, or leave these out to train on GPUs or the CPU."
         ) from error
 
 

@@ -54,7 +54,7 @@ GROUPS = {
     "script": "the script",
 }
 MISSING_GROUPS = {
-    "tpu": "TPUs by Accelerate's launchers",
+    "tpu": "options for TPUs, which this version refuses",
 }
 
 

@@ -222,6 +222,7 @@ def _plan(values: LaunchValues) -> tuple[Plan, int]:
 def _check_tpu(values: LaunchValues) -> None:
     """Raise if processes could not use TPUs, or nobody says how many chips there are."""
     from trainer_lib.foundation import xla
+    from trainer_lib.foundation.errors import MissingPackageError
 
     if values["cpu"]:
         raise ConfigurationError(
@@ -232,7 +233,10 @@ def _check_tpu(values: LaunchValues) -> None:
         raise ConfigurationError(
             "--tpu needs --num_processes, the number of chips: counting them would take them from the processes."
         )
-    xla.load()
+    try:
+        xla.load()
+    except MissingPackageError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 _OF_THE_PLAN = (
