@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.device_types import has_symmetric_memory
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, unknown
 from trainer_lib.foundation.imports import is_deepspeed_available
@@ -246,7 +247,7 @@ def check_async_tp(plugin: TorchDynamoPlugin, parallelism: ParallelismConfig | N
         return
     if parallelism.tp_handler is None or not parallelism.tp_handler.enable_async_tp:
         return
-    if device_type != "cuda":
+    if not has_symmetric_memory(device_type):
         raise UnsupportedError(
             f"enable_async_tp=True does not work on this device ({device_type}): torch overlaps messages with matrix "
             "products over symmetric memory, which CUDA devices have. Leave it out; training is the same."

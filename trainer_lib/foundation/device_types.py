@@ -84,6 +84,11 @@ def has_flash_attention(device_type: str) -> bool:
     return device_type == _CUDA
 
 
+def has_symmetric_memory(device_type: str) -> bool:
+    """Whether devices of one machine read each other's memory, by which messages overlap with matrix products."""
+    return device_type == _CUDA
+
+
 def computes_in_fp16(device_type: str) -> bool:
     """Whether a type of device has fp16, with a scale of the loss."""
     return device_type != _XLA
