@@ -22,7 +22,9 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "tp2_dp2": (4, {"dp_replicate_size": 2, "tp_size": 2}),
     "tp2_fsdp2": (4, {"dp_shard_size": 2, "tp_size": 2}),
     "pp2": (2, {"pp_size": 2}),
+    "pp2_traced": (2, {"pp_size": 2}),  # stages are cut by tracing
     "pp2_dp2": (4, {"dp_replicate_size": 2, "pp_size": 2}),
+    "pp2_dp2_traced": (4, {"dp_replicate_size": 2, "pp_size": 2}),
     "pp2_fsdp2": (4, {"dp_shard_size": 2, "pp_size": 2}),
     "pp2_tp2": (4, {"tp_size": 2, "pp_size": 2}),
     "cp2": (2, {"cp_size": 2}),

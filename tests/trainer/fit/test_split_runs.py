@@ -9,15 +9,30 @@ import pytest
 import torch
 
 from tests.faults.trainings import Dies
-from tests.strategies.split import WITH_LOGITS, WITH_VOCABULARY, Plain, bert, data, gpt2, llama, mixtral, model_of
+from tests.strategies.split import (
+    LENGTH,
+    WITH_LOGITS,
+    WITH_VOCABULARY,
+    Plain,
+    bert,
+    data,
+    gpt2,
+    llama,
+    mixtral,
+    model_of,
+)
 from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, replicas_of, with_table
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, LabelSmoothing
 from trainer_lib.events import Callback, Run
-from trainer_lib.utils import TorchTensorParallelConfig
+from trainer_lib.utils import TorchPipelineParallelConfig, TorchTensorParallelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
+
+
+TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
+EXAMPLE = {"input_ids": TOKENS, "labels": TOKENS}
 
 
 class _Began(Callback):
@@ -34,6 +49,8 @@ def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind
     plan = options.pop("plan", WITH_VOCABULARY if kind is Plain else None)
     handler = TorchTensorParallelConfig(plan=plan)
     sizes: dict[str, Any] = MESHES[mesh][1]
+    if mesh.endswith("_traced"):
+        sizes = {**sizes, "pp_handler": TorchPipelineParallelConfig(example_inputs=EXAMPLE)}
     replicas = replicas_of(mesh)
     args: dict[str, Any] = {
         "max_steps": 20, "learning_rate": 0.05, "optimizer": "sgd", "use_cpu": True, "progress_bar": False,
@@ -83,7 +100,7 @@ def steps(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2_dp2", "tp4", "pp2_dp2", "pp2_tp2_cp2", "pp2_sp2_fsdp2"])
+@pytest.mark.parametrize("mesh", ["tp2_dp2", "tp4", "pp2_dp2", "pp2_dp2_traced", "pp2_tp2_cp2", "pp2_sp2_fsdp2"])
 def test_each_step_is_that_of_one_process(mesh: str, steps: int) -> None:
     def run(mesh: str) -> Any:
         return _run(mesh, samples=21, max_steps=steps, eval_every=2)
@@ -133,6 +150,7 @@ CHAINS = [
     ("plain", "adamw", "pp2_dp2", "tp2", "one", "pp2", "pp2_fsdp2"),
     ("plain", "adamw", "tp2_fsdp2", "pp2_tp2", "pp2", "pp2", "one"),
     ("tied", "sgd", "tp2_fsdp2", "pp2_fsdp2", "one", "tp2_sp2", "dp2", "tp2"),
+    ("tied", "adamw", "pp2_traced", "tp2", "pp2_traced"),
     ("tied", "adamw", "pp2", "tp2_hsdp4", "tp2_cp2_fsdp2", "tp2_cp2", "one"),
     ("tied", "sgd", "tp2_sp2_fsdp2", "tp2_cp2_dp2", "pp2_tp2_cp2", "pp2_cp2", "pp2_sp2_fsdp2", "pp2_sp2", "pp2_tp2"),
 ]
