@@ -289,9 +289,9 @@ class Deep(nn.Module):
         return self.blocks[1](self.blocks[0](inputs * 64))
 
 
-def _fp16_run(folder: Path, resumes: bool = False, sizes: dict[str, Any] = ALONE, windows: bool = False) -> Any:
+def _fp16_run(folder: Path, resumes: bool = False, sizes: dict[str, Any] = ALONE, **options: Any) -> Any:
     """Train; return the loss, the norm, whether it was skipped and the scale of each update, and the weights."""
-    handler = TorchPipelineParallelConfig(schedule="1F1B" if windows else None)
+    handler = TorchPipelineParallelConfig(**options)
     is_spread = PartialState(cpu=True).num_processes > 1
     accelerator = Accelerator(
         cpu=True,
@@ -336,23 +336,29 @@ def _fp16_run(folder: Path, resumes: bool = False, sizes: dict[str, Any] = ALONE
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(
-    ("sizes", "windows", "tolerance"),
+    ("sizes", "options", "tolerance"),
     [
         # The last bit of a norm may round a 16-bit weight to its neighbor.
-        (ALONE, False, 1e-3),
-        (ALONE, True, 1e-3),
+        (ALONE, {}, 1e-3),
+        (ALONE, {"schedule": "1F1B"}, 1e-3),
+        (ALONE, {"example_inputs": [torch.zeros(4, 8)]}, 1e-3),
         # Each replica computes gradients of its rows in 16 bits.
-        pytest.param(REPLICAS, True, 2e-2, marks=pytest.mark.slow),
-        pytest.param(SHARDS, True, 2e-2, marks=pytest.mark.slow),
+        pytest.param(REPLICAS, {"schedule": "1F1B"}, 2e-2, marks=pytest.mark.slow),
+        pytest.param(SHARDS, {"schedule": "1F1B"}, 2e-2, marks=pytest.mark.slow),
     ],
+    ids=["alone", "in a schedule", "traced", "with replicas", "with shards"],
 )
 def test_fp16_skips_the_updates_that_one_process_skips(
-    sizes: dict[str, Any], windows: bool, tolerance: float, tmp_path: Path
+    sizes: dict[str, Any], options: dict[str, Any], tolerance: float, tmp_path: Path
 ) -> None:
     ((expected, _, state),) = run_world(_fp16_run, (tmp_path / "one",), 1)
     losses, norms, skips, scales = zip(*expected, strict=True)
     assert 1 < sum(skips) < 6, "some updates overflow, and not the others"
-    runs = run_world(_fp16_run, (tmp_path / "several", False, sizes, windows), 2 * len(sizes))
+
+    def run() -> Any:
+        return _fp16_run(tmp_path / "several", False, sizes, **options)
+
+    runs = run_world(run, (), 2 * len(sizes))
     for updates, _, weights in runs:
         actual = list(zip(*updates, strict=True))
         if len(sizes) == 1:
