@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.contestants import CONTESTANTS, Contestant
+from benchmarks.contestants import CONTESTANTS, Contestant, NotOfferedError
 from benchmarks.figures import Comparison, Row, Sample
 from benchmarks.meters import Meter
 from benchmarks.rounds import run
 from benchmarks.scenarios import SCENARIOS, Scenario
 
 _ROOT = Path(__file__).parent.parent
+_NOT_OFFERED = 3  # an exit code
 _PROBE = """
 import time, torch
 wall, cpu = time.perf_counter(), time.process_time()
@@ -48,8 +49,15 @@ def compare_fresh(
         kind.name: _PROBE.format(contestant=kind.__name__, scenario=scenario.name, steps=scenario.steps or 1)
         for kind in installed
     }
-    for program in programs.values():
-        measure_fresh(program)  # so that files are in the system's cache, and compiled
+    notes = {kind.name: "not installed" for kind in contestants if kind not in installed}
+    for kind in list(installed):
+        try:
+            measure_fresh(programs[kind.name])  # so that files are in the system's cache, and compiled
+        except subprocess.CalledProcessError as error:
+            if error.returncode != _NOT_OFFERED:
+                raise
+            notes[kind.name] = "has no such loop"
+            installed.remove(kind)
     for index in range(rounds):
         tell(f"{scenario.title}: round {index + 1} of {rounds}")
         start = index % len(installed)
@@ -60,7 +68,7 @@ def compare_fresh(
             contestant=kind.name,
             samples=samples[kind.name],
             baseline=samples[contestants[0].name],
-            note="" if kind.is_installed() else "not installed",
+            note=notes.get(kind.name, ""),
             target=scenario.target if kind.name == "trainer_lib" else "",
         )
         for kind in contestants
@@ -80,7 +88,10 @@ def tell_end(contestant: str, scenario: str, steps: int, wall: float, cpu: float
     (kind,) = (candidate for candidate in CONTESTANTS if candidate.__name__ == contestant)
     (chosen,) = (candidate for candidate in SCENARIOS if candidate.name == scenario)
     end = _End()
-    run(kind(), chosen, steps, end)
+    try:
+        run(kind(), chosen, steps, end)
+    except NotOfferedError:
+        sys.exit(_NOT_OFFERED)
     print(end.cpu - cpu, end.wall - wall, peak_memory())
 
 

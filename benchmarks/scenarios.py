@@ -216,6 +216,7 @@ SCENARIOS = [
     ),
     Scenario(
         name="first-step-llama",
+        is_variant=True,
         title="From `import torch` to the end of the first step of a Llama",
         loop="fit",
         settings={"shape": shapes.LANGUAGE_MODEL},
