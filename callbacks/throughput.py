@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,8 +12,9 @@ from trainer_lib.events import Callback, Run
 class Throughput(Callback):
     """Adds samples and steps per second to the log, since the last log and without evaluations and saving.
 
-    `data_wait` is the share of that time in which training waited for batches. The callback does nothing in a step
-    (with `tokens`: one call per batch).
+    `data_wait` is the share of that time in which training waited for batches. Of a checkpoint that is written in the
+    background, only what training waits for is left out. The callback does nothing in a step (with `tokens`: one call
+    per batch).
 
     Args:
         tokens: A function of a batch that returns its number of tokens, as a number or a tensor. The tokens of this
@@ -42,6 +42,7 @@ class Throughput(Callback):
         self._waited: float | None = None  # for batches; None for a foreign loader
         self._pauses = {"evaluation_seconds": 0.0, "saving_seconds": 0.0}
         self._paused_at = 0.0
+        self._saved_before = 0.0  # seconds of saving before this fit
         self._is_training = False
         self._first = self._last = self._now = _Progress()
         if tokens is not None or fill:
@@ -60,7 +61,7 @@ class Throughput(Callback):
         return totals | self._speeds(self._first)
 
     def on_fit_begin(self, run: Run) -> None:
-        self._pauses = dict.fromkeys(self._pauses, 0.0)
+        self._pauses, self._saved_before = dict.fromkeys(self._pauses, 0.0), run.saving_seconds
         if run.accelerator is not None:
             self._devices, self._ranks = run.accelerator.num_processes, run.accelerator.data_group.size
         self._tokens = self._filled = self._positions = 0
@@ -84,17 +85,8 @@ class Throughput(Callback):
         self._paused_at = time.perf_counter()
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
-        self._count_pause("evaluation_seconds")
-
-    def on_save_begin(self, run: Run, folder: Path) -> None:
-        self._paused_at = time.perf_counter()
-
-    def on_save_end(self, run: Run, folder: Path) -> None:
-        self._count_pause("saving_seconds")
-
-    def _count_pause(self, name: str) -> None:
         if self._is_training:
-            self._pauses[name] += time.perf_counter() - self._paused_at
+            self._pauses["evaluation_seconds"] += time.perf_counter() - self._paused_at
 
     def _count(self, run: Run) -> None:
         # A tensor stays on its device until it is logged.
@@ -106,6 +98,7 @@ class Throughput(Callback):
             self._positions += mask.numel()
 
     def _measure(self, run: Run) -> "_Progress":
+        self._pauses["saving_seconds"] = run.saving_seconds - self._saved_before
         seconds = time.perf_counter() - sum(self._pauses.values())
         if run.accelerator is not None:  # after the last step no loader is active
             active = run.accelerator.gradient_state.active_dataloader

@@ -112,7 +112,7 @@ class ByteGPT(nn.Module):
         return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
     @torch.no_grad()
-    def write(self, start: str, length: int, temperature: float = 0.6) -> bytes:
+    def write(self, start: str, length: int, temperature: float = 0.9) -> bytes:
         """Return `start` and what may come after it."""
         self.eval()
         text = torch.tensor([list(start.encode())], device=self.token.weight.device)

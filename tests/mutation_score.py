@@ -32,7 +32,7 @@ from tests.mutants import FLAGS, MEMORY, ROOM, ROOT, copy_tree, end_processes
 LIST = ROOT / "tests" / "mutation_score.toml"
 RESULTS = ROOT / "build" / "mutation_score.jsonl"
 SEED = 1
-LIMIT = 200  # seconds for the tests of a mutant; an endless loop is noticed too
+LIMIT = 200  # seconds for the tests of a mutant: an endless loop is noticed too
 # Imported once, before each mutant gets a process of its own: packages of others only.
 _QUIETLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins among them
 _IMPORTED_FIRST = ("torch", "transformers", "pytest", "torch._dynamo", "torch.distributed.tensor")
@@ -276,14 +276,14 @@ def read_areas(only: str | None) -> list[Area]:
     return chosen
 
 
-def run_tests(copy: Path, tests: Sequence[str], marker: str) -> tuple[str, float]:
+def run_tests(copy: Path, tests: Sequence[str], marker: str, limit: float) -> tuple[str, float]:
     """Run tests in a process of its own; return what failed first ("" if nothing did), and the seconds."""
     begin = time.monotonic()
     output = copy.parent / "output"
     if (pid := os.fork()) == 0:
         _test_here(copy, tests, marker, output)
     try:
-        code = _wait(pid, LIMIT)
+        code = _wait(pid, limit)
     finally:
         _end_session(pid)
         end_processes(copy)
@@ -309,7 +309,7 @@ def _test_here(copy: Path, tests: Sequence[str], marker: str, output: Path) -> N
     code = 3
     try:
         code = int(import_module("pytest").main([*FLAGS, *_QUIETLY, "-m", marker, *tests]))
-    except BaseException:  # the process ends here, and says nothing by itself
+    except BaseException:  # the process ends here without a traceback of its own
         traceback.print_exc()
         raise
     finally:
@@ -341,13 +341,13 @@ def _end_session(leader: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def try_change(area: Area, change: Change, copy: Path, marker: str) -> dict[str, object]:
+def try_change(area: Area, change: Change, copy: Path, options: argparse.Namespace) -> dict[str, object]:
     """Break the copy, run the tests of the area, mend the copy, and return which test failed ("" if none did)."""
     path = copy / change.file
     text = path.read_text(encoding="utf-8")
     try:
         _write(path, changed(text, change))
-        red, seconds = run_tests(copy, area.tests, marker)
+        red, seconds = run_tests(copy, area.tests, options.marker, options.limit)
     finally:
         _write(path, text)
     print("killed  " if red else "SURVIVED", change.name, red, f"{seconds:.0f} s", flush=True)
@@ -391,8 +391,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--only", help="the name of an area")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random sample")
     parser.add_argument("--marker", default="not slow", help="an expression for pytest's -m")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for each mutant; more on a busy machine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept")
     parser.add_argument("--shard", default="0/1", help="which part of the sample to try: 0/2 and 1/2 at the same time")
+    parser.add_argument("--tries", type=int, help="end after so many mutants; the next run continues")
     parser.add_argument("--again", action="store_true", help="try those that survived once more, after new tests")
     parser.add_argument("--list", action="store_true", help="print what is known of the sample, and try nothing")
     parser.add_argument("--goal", type=float, default=0.85, help="the score below which the exit code is 1")
@@ -417,13 +419,15 @@ def try_all(
     with tempfile.TemporaryDirectory(dir=memory, prefix="mutation-", ignore_cleanup_errors=True) as folder:
         copy_tree(ROOT, copy := Path(folder) / "tree")
         for area, change in todo:
-            results[change.name] = try_change(area, change, copy, options.marker)
+            results[change.name] = try_change(area, change, copy, options)
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(results[change.name]) + "\n")
+        if options.tries is not None:  # a later part looks at the tests without a mutant
+            return
         # Where a mutant survived, the tests are green without one. Elsewhere they may be red by themselves.
         for area in {area.name: area for area, _ in todo}.values():
             if all(results[change.name]["red"] for other, change in todo if other is area):
-                red, _ = run_tests(copy, area.tests, options.marker)
+                red, _ = run_tests(copy, area.tests, options.marker, options.limit)
                 if red:
                     raise SystemExit(f"{area.name}: {red} is red without a mutant too.")
 
@@ -440,7 +444,7 @@ def main() -> int:
         (area, change)
         for area, change in in_turn({name: sample[part::parts] for name, sample in drawn.items()}, areas)
         if change.name not in results or (options.again and not results[change.name]["red"])
-    ]
+    ][: options.tries]
     if todo and not options.list:
         try_all(todo, results, options)
     print(table(areas, results, drawn))

@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,7 +152,8 @@ def test_tutorials_quote_the_examples_that_run(page: Path) -> None:
     quotes = [block for block in blocks if not block.startswith("--8<--")]
     assert quotes
     for quote in quotes:
-        assert any(quote in example for example in examples.values()), quote
+        indented = [textwrap.indent(quote, " " * spaces) for spaces in (0, 4, 8)]
+        assert any(each in example for each in indented for example in examples.values()), quote
 
 
 def test_the_list_of_examples_is_complete() -> None:

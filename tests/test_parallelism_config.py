@@ -239,3 +239,4 @@ def test_coordinates_are_those_of_the_mesh() -> None:
         assert names == ("dp_shard", "tp")
         assert list(torchs) == ours
     assert ParallelismConfig(tp_size=16).describe(most=2) == "tp 16; ranks 0 (0), 1 (1), …"
+    assert ParallelismConfig().describe() == "one rank"

@@ -249,6 +249,8 @@ class ParallelismConfig:
             >>> ParallelismConfig(dp_shard_size=2, tp_size=2).describe()
             'dp_shard 2 × tp 2; ranks 0 (0, 0), 1 (0, 1), 2 (1, 0), 3 (1, 1)'
         """
+        if not self.active_mesh_dims:
+            return "one rank"
         dimensions = " × ".join(f"{name} {self.sizes[name]}" for name in self.active_mesh_dims)
         places = [
             f"{rank} ({', '.join(map(str, self.coordinates(rank).values()))})"

@@ -45,7 +45,12 @@ def main() -> None:
     data = [{"input_ids": row, "labels": row} for row in rows]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=96, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        use_cache=False,
     )
     trainer = Trainer(
         LlamaForCausalLM(config),

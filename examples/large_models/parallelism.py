@@ -60,7 +60,7 @@ def main() -> None:
     result = trainer.fit()
     trainer.save_model(Path(options.output_dir) / "model")  # the plain model's files, whatever the mesh
     loss = result.metrics["eval_loss"]
-    trainer.accelerator.print(f"\nfinal eval_loss {loss:.5f} on {mesh.describe() or 'one rank'}")
+    trainer.accelerator.print(f"\nfinal eval_loss {loss:.5f} on {mesh.describe()}")
     trainer.accelerator.end_training()
 
 

@@ -7,8 +7,10 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.callbacks.loops import go_through, running
-from trainer_lib.callbacks import NotebookChart
+from trainer_lib import TrainingArguments
+from trainer_lib.callbacks import NotebookChart, Printer, ProgressBar
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer import defaults
 
 CELL = """
 from tests.callbacks.loops import go_through
@@ -51,3 +53,15 @@ def test_a_resumed_run_keeps_the_earlier_curves() -> None:
     assert "<b>" not in text
     (path,) = re.findall(r'<path d="(M[^"]*L[^"]*)" fill="none"', text)
     assert path.count("L") == 1
+
+
+def test_charts_take_the_place_of_lines() -> None:
+    """A run prints lines where it shows no bar, unless a callback shows the run already."""
+    for shows_bar, given, displays in (
+        (False, [], [Printer]),
+        (False, [NotebookChart()], [NotebookChart]),
+        (False, [NotebookChart(), Printer()], [NotebookChart, Printer]),
+        (True, [NotebookChart()], [ProgressBar, NotebookChart]),
+    ):
+        callbacks = defaults.callbacks(TrainingArguments(progress_bar=shows_bar), given)
+        assert [type(callback) for callback in callbacks if callback.is_display] == displays

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from trainer_lib.data_loader import LowMemoryRandomSampler, SeedableRandomSampler
-from trainer_lib.data_loader.order.permutation import Shuffle
+from trainer_lib.data_loader.order.permutation import Draws, Shuffle
 
 
 def _are_even(counts: list[int]) -> bool:
@@ -53,6 +53,15 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert (np.abs(np.diff(order)) == 1).sum() < 20
+
+
+@pytest.mark.parametrize(
+    ("size", "begins"), [(100, [99, 24, 66, 79, 96, 16]), (5000, [4294, 253, 4584, 548, 2848, 2549])]
+)
+def test_an_order_stays_the_same_in_every_release(size: int, begins: list[int]) -> None:
+    """A run that is resumed with a later release continues in the order that it began with."""
+    assert Shuffle(size, "seed 7, pass 0")(np.arange(6)).tolist() == begins
+    assert Draws(5000, "seed 7, pass 0")(np.arange(6)).tolist() == [196, 2300, 2226, 4367, 794, 1298]
 
 
 def test_passes_differ_and_a_pass_comes_again() -> None:

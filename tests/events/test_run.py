@@ -1,7 +1,7 @@
 """The `Run` that a callback gets."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer_lib import Accelerator
 from trainer_lib.events import Best, Run, RunState
+from trainer_lib.events.run_state import Status
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -97,3 +98,27 @@ def test_epochs_count_the_part_of_the_pass_under_way() -> None:
     assert RunState(epoch=2, steps_in_epoch=3, steps_per_epoch=4).epochs == 2.75
     assert RunState(epoch=2, steps_in_epoch=3).epochs == 2.0
     assert RunState(epoch=2, steps_per_epoch=4).epochs == 2.0
+
+
+def test_a_run_has_ended_even_if_its_last_checkpoint_is_missing_but_not_if_it_was_interrupted() -> None:
+    statuses: tuple[Status, ...] = get_args(Status)
+    ended = [status for status in statuses if RunState(status=status).has_ended]
+    assert ended == ["finished", "stopped", "unsaved"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "reached"), [("max_steps", "step"), ("max_epochs", "epoch"), ("max_tokens", "tokens")]
+)
+def test_a_limit_is_reached_at_its_value(limit: str, reached: str) -> None:
+    for value, is_reached in ((2, False), (3, True), (4, True)):
+        assert RunState(**{limit: 3, reached: value}).has_reached_limit is is_reached  # type: ignore[arg-type]
+    assert not RunState(step=9, epoch=9, tokens=9).has_reached_limit
+    assert not RunState(max_tokens=3).has_reached_limit  # no tokens were counted
+
+
+def test_a_state_that_was_read_shares_no_entries_with_where_it_came_from() -> None:
+    state = RunState(history=[{"step": 1}], checkpoints=[{"step": 1}], best=Best("eval_loss", 0.5, 1)).state_dict()
+    read = RunState.of(state)
+    assert read.best == Best("eval_loss", 0.5, 1)
+    state["history"][0]["step"] = state["checkpoints"][0]["step"] = 2
+    assert (read.history, read.checkpoints) == ([{"step": 1}], [{"step": 1}])

@@ -10,6 +10,8 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
+_LIMIT = 900  # seconds for each extra
+
 
 def extras_of(wheel: Path) -> list[str]:
     """Return the extras that a wheel offers."""
@@ -21,7 +23,10 @@ def extras_of(wheel: Path) -> list[str]:
 def resolve(wheel: Path, extra: str) -> tuple[bool, str]:
     """Return whether an extra can be installed here, and what it would bring."""
     install = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", f"{wheel}[{extra}]"]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=900, check=False)
+    try:
+        done = subprocess.run(install, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"pip did not end within {_LIMIT} seconds"
     if done.returncode:
         return False, done.stderr.strip().splitlines()[-1]
     packages = [each["metadata"] for each in json.loads(done.stdout)["install"]]

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+import pytest
+
 from trainer_lib import GradientAccumulationPlugin
 from trainer_lib.state import GradientState
+from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import Rows
 
 
@@ -67,3 +70,18 @@ def test_a_loader_may_be_read_in_two_loops_at_a_time() -> None:
     state.add_dataloader(loader)
     state.remove_dataloader(loader)
     assert state.active_dataloader is loader
+
+
+@pytest.mark.parametrize(
+    ("waits_for_all", "others_read_on", "ends"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, True, False)],
+)
+def test_the_end_of_this_ranks_data_ends_a_window_unless_it_waits_for_all(
+    waits_for_all: bool, others_read_on: bool, ends: bool
+) -> None:
+    state = GradientState(GradientAccumulationPlugin(num_steps=4))
+    window = GradientWindow(state, num_ranks=2)
+    window.waits_for_all = waits_for_all
+    state.add_dataloader(Loader(end_of_dataloader=True, others_read_on=others_read_on))
+    window.begin_micro_batch(())
+    assert state.sync_gradients is ends

@@ -42,6 +42,7 @@ class Run:
         grad_norm: The norm of the gradients before clipping; `None` where it is not computed.
         metrics: The metrics of the last evaluation.
         weighs_nothing: Whether the current batch has weight 0 and only takes part in the update of other ranks.
+        saving_seconds: The time that training waited for checkpoints, without that of writing in the background.
         averaged_weights: Returns the context in which the weights are their mean over the ranks; it does nothing unless
             ranks train copies that differ (`local_sgd_steps`).
         eval_sets: While an evaluation runs: for each evaluation set, by name, whether it is evaluated.
@@ -64,6 +65,7 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     eval_sets: Mapping[str, bool] = field(default_factory=dict[str, bool])
     folder: Path | None = None
+    saving_seconds: float = 0.0
     averaged_weights: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property

@@ -39,7 +39,7 @@ def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> No
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of this name of a module or a module inside it; `None` if there is none."""
+    """Return the class of this name of a module or a module inside it, or `None`."""
     return next((type(inside) for inside in module.modules() if type(inside).__name__ == name), None)
 
 

@@ -293,7 +293,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> "DeepSpeedPlugin":
     """Return the active plugin of DeepSpeed.
 
     Raises:
-        ConfigurationError: If there is none.
+        ConfigurationError: Without one.
     """
     return _given(state.deepspeed_plugins).active
 

@@ -43,7 +43,11 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
         there.append(GarbageSchedule(args.gc_every))
     there += _reporting(args, given)
     shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar
-    there.append(ProgressBar() if shows_bar else Printer())
+    if shows_bar:
+        there.append(ProgressBar())
+    elif not any(isinstance(callback, Callback) and callback.is_display for callback in given):
+        # A notebook's charts show what the lines say. What is no callback is refused later.
+        there.append(Printer())
     return [callback for callback in there if not any(type(callback) is type(other) for other in given)] + list(given)
 
 

@@ -93,6 +93,27 @@ def test_a_run_and_its_resume_are_the_same_with_background_and_synchronous_saves
     assert run(tmp_path / "parts", {"save_in_background": True}, points(), resume="auto") == whole
 
 
+def test_training_while_a_checkpoint_is_written_counts_in_the_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = threading.Event().wait
+    write = CheckpointWriter.write
+
+    def write_slowly(saving: CheckpointWriter, *arguments: Any) -> None:
+        wait(0.1)
+        write(saving, *arguments)
+
+    class Slow(Callback):
+        def on_step_end(self, run: Run) -> None:
+            wait(0.02)
+
+    monkeypatch.setattr(CheckpointWriter, "write", write_slowly)
+    args = arguments(output_dir=tmp_path, max_steps=8, save_every=3, log_every=1, save_in_background=True)
+    speeds = [entry["steps_per_second"] for entry in trainer(args, callbacks=[Slow()]).fit().state.history]
+    assert len(speeds) == 8
+    assert max(speeds) < 1 / 0.02
+
+
 def test_an_exception_waits_for_the_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = CheckpointWriter.write
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def test_a_finished_run_stays_finished(tmp_path: Path, caplog: pytest.LogCapture
     assert (again.state, again.metrics, again.best_checkpoint) == (first.state, first.metrics, first.best_checkpoint)
     assert again.report == first.report is not None
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == written
+
+
+def test_a_finished_run_without_a_checkpoint_cannot_be_extended(tmp_path: Path) -> None:
+    trainer(arguments(output_dir=tmp_path)).fit()
+    (folder,) = tmp_path.iterdir()
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigurationError, match=r"is finished and has no checkpoint to resume from"):
+        trainer(arguments(output_dir=tmp_path, resume="extend", num_train_epochs=9)).fit()
 
 
 @pytest.mark.parametrize("load_best", [False, True])

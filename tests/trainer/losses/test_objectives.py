@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer_lib import ConfigurationError, LossResult
+from tests.trainer.tasks import arguments, network, points
+from trainer_lib import ConfigurationError, LossResult, Trainer
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.loss_result import summed
@@ -224,3 +225,25 @@ def test_changed_attributes_of_a_loss_module_take_effect() -> None:
     loss_fn.reduction = "sum"
     with pytest.raises(ConfigurationError, match=r"\(got 'sum'\)"):
         total(logits, targets)
+
+
+@pytest.mark.parametrize(
+    "value", [None, 0.5, torch.ones(2), (torch.ones(2), torch.ones(2)), LossResult(torch.ones(2), 2)]
+)
+def test_a_compute_loss_without_a_scalar_tensor_is_an_error(value: Any) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            return value
+
+    own = Own(network(), arguments(max_steps=1), train_dataset=points(8))
+    with pytest.raises(ConfigurationError, match=r"^compute_loss returned"):
+        own.fit()
+
+
+def test_targets_that_are_probabilities_weigh_one_each() -> None:
+    outputs, targets = torch.randn(4, 5, 3), torch.rand(4, 5, 3).softmax(1)
+    total = summed(nn.CrossEntropyLoss())
+    assert total is not None
+    loss, weight = total(outputs, targets)[:2]
+    assert float(weight) == 4 * 3  # of each place; the classes lie along dimension 1
+    assert float(loss) == pytest.approx(float(cross_entropy(outputs, targets, reduction="sum")), rel=1e-6)

@@ -85,7 +85,7 @@ class Checkpoints:
         return path_at(gather_checked(self.engine.group, str(path), operation, CheckpointError)[self.leader])
 
     def project_folder(self, verb: str) -> AnyPath:
-        """Return the folder of automatic naming; raise if there is none."""
+        """Return the folder of automatic naming; raise without one."""
         project = self.project
         if not project.automatic_checkpoint_naming or project.project_dir is None:
             raise ConfigurationError(

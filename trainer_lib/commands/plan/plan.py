@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     simulation.check(*mesh)
     ranks = simulation.ranks(*mesh)
     heaviest = max(ranks, key=lambda rank: rank.memory.total)
-    print(mesh.config.describe() if mesh.config.active_mesh_dims else "a world of one rank")
+    print(mesh.config.describe())
     print(_memory_table(ranks, job))
     if heaviest.messages:
         print(_messages_table(heaviest, job))

@@ -205,7 +205,7 @@ class IterableReader(Reader):
             )
 
     def bookmark_before(self, position: int) -> Any:
-        """Return the newest bookmark of the current pass before a position; `None` if there is none."""
+        """Return the newest bookmark of the current pass before a position, or `None`."""
         if self.loader.num_workers == 0:
             return self._shard.bookmark_before(position)
         fitting = [bookmark for bookmark in self._bookmarks if bookmark["position"] <= position]

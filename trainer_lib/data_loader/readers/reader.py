@@ -272,7 +272,7 @@ class Reader(ABC):
         )
 
     def bookmark_before(self, position: int) -> Any:
-        """Return the newest bookmark of the current pass before a position; `None` if there is none."""
+        """Return the newest bookmark of the current pass before a position, or `None`."""
         del position
 
     def swap(self, name: str, value: Any) -> None:

@@ -1,7 +1,8 @@
 """Saving a run's checkpoints, with the events before and after each save."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
@@ -44,7 +45,11 @@ class CheckpointSaver:
 
     def save(self, target: AnyPath, metrics: dict[str, float]) -> None:
         """Save a checkpoint. One that is saved in the background is announced later, by `flush`."""
-        self.flush()
+        with self._training_waits():
+            self._save(target, metrics)
+
+    def _save(self, target: AnyPath, metrics: dict[str, float]) -> None:
+        self._flush()
         if self.pending is not None:  # the save before hangs
             return
         self._began, self.failure = time.monotonic(), None
@@ -64,7 +69,7 @@ class CheckpointSaver:
             state.checkpoints = earlier
         self.pending, self._has_asked = entry, False
         if not run.args.save_in_background:
-            self.flush()
+            self._flush()
 
     def forget_step(self) -> None:
         """Let the same step be saved again."""
@@ -93,6 +98,10 @@ class CheckpointSaver:
         Raises:
             CheckpointError: If the checkpoint could not be saved, and that ends the run.
         """
+        with self._training_waits():
+            self._flush()
+
+    def _flush(self) -> None:
         if self.pending is None:
             return
         try:
@@ -103,6 +112,14 @@ class CheckpointSaver:
         else:
             self._context.events.fire("on_save_end", self._run, path_at(entry["path"]))
             self._upload_logs()
+
+    @contextmanager
+    def _training_waits(self) -> Generator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._run.saving_seconds += time.perf_counter() - begin
 
     def unsaved_error(self, result: FitResult) -> UnsavedError:
         """Return the error of a run that trained all its steps and whose last checkpoint could not be written."""

@@ -154,7 +154,7 @@ def _optimizers(context: FitContext) -> str:
         rate = "learning rate " + ", ".join(f"{float(value):g}" for value in rates)
         if scheduler is not None and moves_each_update(scheduler):
             first, peak, last = peak_first_last(scheduler, context.schedule_length)
-            known = ((first, "first"), (peak, "at most"), (last, "last"))
+            known = ((first, "first"), (None if peak in (first, last) else peak, "at most"), (last, "last"))
             rate = "learning rate " + ", ".join(f"{value:g} {word}" for value, word in known if value is not None)
         label = "" if name == "default" else f"{name}: "
         parts.append(f"{label}{optimizer.class_name}, {rate}")

@@ -219,7 +219,7 @@ class Watchdog:
                     file.write(f"\nData worker {worker[0]} (pid {worker[1]}):\n{stacks_of_worker(worker[1])}")
         record_failure("HangError", text)
         if self._rank < min(heard, default=len(self._peers) + 1):  # one of those that still can says it for all
-            print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - a logger may be what hangs
+            print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - a logger may hang
             self._kill_silent(heard)
         self._wait_for(heard)
         os._exit(EXIT_CODE)
