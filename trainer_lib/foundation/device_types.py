@@ -105,7 +105,7 @@ def supports_bf16() -> bool:
 
 
 def generator_type() -> str | None:
-    """Return the type of device whose generator this process draws from beside the CPU's; `None` if there is none."""
+    """Return the type of device whose generator this process draws from beside the CPU's, or `None`."""
     if xla.is_requested():
         return _XLA
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -81,7 +81,8 @@ def test_a_rank_that_waits_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     def train() -> int:
         rank = PartialState(cpu=True).process_index
         os.environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"error-{rank}.json")
-        args = arguments(output_dir=tmp_path / "runs", resume="auto", save_every=3, max_steps=6, hang_timeout=1.0)
+        options: dict[str, Any] = {"save_every": 3, "save_in_background": False}  # it is there when the rank hangs
+        args = arguments(output_dir=tmp_path / "runs", resume="auto", max_steps=6, hang_timeout=1.0, **options)
         return trainer(args, train_dataset=points(80), callbacks=[Waits(tmp_path / "once")]).fit().state.step
 
     with pytest.raises(ProcessFailedError) as caught:

@@ -15,7 +15,7 @@ from trainer_lib.checkpointing.third_party.torch_shards import read_tensors_of
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
 
 _FORMAT_FILE, _FORMAT = "metadata.json", "torch_dist"
-# What is not read: the optimizer's state, generators, and what Transformer Engine keeps beside weights.
+# Not read: the optimizer's state, generators, and what Transformer Engine keeps beside weights.
 _OTHER = re.compile(r"(chained_\d+\.)?optimizer\..*|rng_state.*|.*_extra_state.*")
 _STACKED = re.compile(r"^(\w+)\.layers\.(?!\d+\.)(.*)$")  # a weight of all layers, along a first dimension
 _GATE, _UP = f"{FC1}.weight_w", f"{FC1}.weight_v"
