@@ -93,25 +93,39 @@ def test_a_run_and_its_resume_are_the_same_with_background_and_synchronous_saves
     assert run(tmp_path / "parts", {"save_in_background": True}, points(), resume="auto") == whole
 
 
-def test_training_while_a_checkpoint_is_written_counts_in_the_speed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wait = threading.Event().wait
+class Slow(Callback):
+    """Takes some time in each step."""
+
+    def on_step_end(self, run: Run) -> None:
+        threading.Event().wait(0.02)
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each checkpoint take a tenth of a second longer to write."""
     write = CheckpointWriter.write
 
     def write_slowly(saving: CheckpointWriter, *arguments: Any) -> None:
-        wait(0.1)
+        threading.Event().wait(0.1)
         write(saving, *arguments)
 
-    class Slow(Callback):
-        def on_step_end(self, run: Run) -> None:
-            wait(0.02)
-
     monkeypatch.setattr(CheckpointWriter, "write", write_slowly)
+
+
+@pytest.mark.usefixtures("slow_writes")
+def test_training_while_a_checkpoint_is_written_counts_in_the_speed(tmp_path: Path) -> None:
     args = arguments(output_dir=tmp_path, max_steps=8, save_every=3, log_every=1, save_in_background=True)
     speeds = [entry["steps_per_second"] for entry in trainer(args, callbacks=[Slow()]).fit().state.history]
     assert len(speeds) == 8
     assert max(speeds) < 1 / 0.02
+
+
+@pytest.mark.usefixtures("slow_writes")
+def test_the_time_that_training_waits_for_checkpoints_does_not_count_in_the_speed(tmp_path: Path) -> None:
+    args = arguments(output_dir=tmp_path, max_steps=8, save_every=3, log_every=1, save_in_background=False)
+    waiting = trainer(args)
+    waiting.fit()
+    assert waiting.run.saving_seconds > 3 * 0.1  # at steps 3, 6 and 8
 
 
 def test_an_exception_waits_for_the_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
