@@ -11,24 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import cross_entropy
 
-from tests.strategies.split import LENGTH, VOCABULARY, Split, model_of, train
+from tests.strategies.split import LENGTH, VOCABULARY, model_of
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.state import PartialState
 from trainer_lib.utils import TorchPipelineParallelConfig
-
-
-def assert_as_one_process(case: Split, ranks: int) -> None:
-    """Compare a way to train with the same on one process."""
-    (expected,) = run_world(train, (case,), 1, timeout=90)
-    for rank, actual in enumerate(run_world(train, (case,), ranks, timeout=90)):
-        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
-        assert actual["stored"] == expected["stored"], "no sample twice"
-        if rank == 0:
-            assert list(actual["state"]) == list(expected["state"])
-            torch.testing.assert_close(actual["state"], expected["state"], rtol=1e-5, atol=1e-6)
 
 
 def window_batches(step: int, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,14 +1,17 @@
 """The models and the loop of the tests of tensor parallelism."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from trainer_lib.state import PartialState
 from trainer_lib.utils import TorchTensorParallelConfig
@@ -201,6 +204,19 @@ def train(case: Split) -> dict[str, Any]:
                 break
     state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     return {"losses": losses, "norms": norms, "stored": stored, "state": state, "parts": parts_of(model)}
+
+
+def assert_as_one_process(case: Split, ranks: int, holds_less_than: float = math.inf) -> None:
+    """Compare a way to train with the same on one process; each rank holds less than this fraction of its weights."""
+    (expected,) = run_world(train, (case,), 1, timeout=90)
+    for rank, actual in enumerate(run_world(train, (case,), ranks, timeout=90)):
+        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+        assert actual["stored"] == expected["stored"], "no sample twice"
+        assert actual["parts"] < holds_less_than
+        if rank == 0:
+            assert list(actual["state"]) == list(expected["state"])
+            torch.testing.assert_close(actual["state"], expected["state"], rtol=1e-5, atol=1e-6)
 
 
 def parts_of(model: nn.Module) -> float:

@@ -44,15 +44,20 @@ def train(options: dict[str, Any] | None) -> tuple[list[float], torch.Tensor | N
     losses: list[float] = []
     for batch in loader:  # nine micro-batches: the last window has one
         with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            if plugin is None:
-                accelerator.clip_grad_norm_(model.parameters(), NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(avg_losses_across_data_parallel_group([loss]).item())
+            losses.append(updated(accelerator, model, optimizer, batch))
     assert set(lengths) <= {LENGTH // 2 if splits else LENGTH}  # none on ranks with later stages
     return losses, accelerator.get_state_dict(model).get("model.layers.1.mlp.up_proj.weight")
+
+
+def updated(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> float:
+    """Train on a micro-batch, and return the mean of its losses; the plugin clips by itself."""
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    if accelerator.state.megatron_lm_plugin is None:
+        accelerator.clip_grad_norm_(model.parameters(), NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return avg_losses_across_data_parallel_group([loss]).item()
 
 
 @pytest.mark.slow
@@ -88,13 +93,7 @@ def train_experts(options: dict[str, Any] | None) -> tuple[list[float], list[str
     losses: list[float] = []
     for batch in rows:
         share = batch.chunk(accelerator.data_group.size)[accelerator.data_group.rank]
-        loss = model(input_ids=share, labels=share).loss
-        accelerator.backward(loss)
-        if plugin is None:
-            accelerator.clip_grad_norm_(model.parameters(), NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(avg_losses_across_data_parallel_group([loss]).item())
+        losses.append(updated(accelerator, model, optimizer, {"input_ids": share, "labels": share}))
     held = [weight for name, weight in whole.named_parameters() if ".experts." in name]
     return losses, [str(list(getattr(weight, "_local_tensor", weight).shape)) for weight in held]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.strategies.pipelines import assert_as_one_process, assert_windows_are_one_process
+from tests.strategies.pipelines import assert_windows_are_one_process
 from tests.strategies.split import (
     LENGTH,
     VOCABULARY,
@@ -17,6 +17,7 @@ from tests.strategies.split import (
     WITH_VOCABULARY,
     Plain,
     Split,
+    assert_as_one_process,
     bert,
     gpt2,
     llama,

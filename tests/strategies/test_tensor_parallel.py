@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from tests.strategies import split
 from tests.strategies.split import (
     LLAMA_SEQUENCES,
     PLAIN,
@@ -28,7 +29,6 @@ from tests.strategies.split import (
     model_of,
     parts_of,
     qwen,
-    train,
 )
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError, UnsupportedError
@@ -43,15 +43,7 @@ REPLICAS = {"dp_replicate_size": 2, "tp_size": 2}
 SHARDS = {"dp_shard_size": 2, "tp_size": 2}
 
 
-def assert_as_one_process(case: Split, ranks: int) -> None:
-    (expected,) = run_world(train, (case,), 1, timeout=90)
-    for rank, actual in enumerate(run_world(train, (case,), ranks, timeout=90)):
-        assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
-        assert actual["stored"] == expected["stored"], "no sample twice"
-        assert actual["parts"] < 0.8
-        if rank == 0:
-            torch.testing.assert_close(actual["state"], expected["state"], rtol=1e-5, atol=1e-6)
+assert_as_one_process = partial(split.assert_as_one_process, holds_less_than=0.8)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 from torch.nn.functional import cross_entropy
 
-from tests.strategies.pipelines import assert_as_one_process, assert_windows_are_one_process
-from tests.strategies.split import LENGTH, VOCABULARY, Plain, Split, bert, gpt2, llama, model_of
+from tests.strategies.pipelines import assert_windows_are_one_process
+from tests.strategies.split import LENGTH, VOCABULARY, Plain, Split, assert_as_one_process, bert, gpt2, llama, model_of
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
