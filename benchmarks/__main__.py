@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     main_table = [scenario.name for scenario in SCENARIOS if not scenario.is_variant] + [imports.NAME]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the engine costs beside others.")
-    parser.add_argument("--rounds", type=int, default=9, help="how often each contestant runs (default: 9)")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each contestant runs (default: 7)")
     parser.add_argument("--steps", type=int, default=100, help="batches a run; a multiple of 4 (default: 100)")
     every, listed = list(TITLES), ", ".join(TITLES)
     parser.add_argument("--only", nargs="+", choices=every, metavar="NAME", default=main_table, help=listed)

@@ -199,6 +199,7 @@ SCENARIOS = [
     ),
     Scenario(
         name="first-step",
+        is_variant=True,
         title="From `import torch` to the end of the first step",
         loop="fit",
         target="0.12 s more",
