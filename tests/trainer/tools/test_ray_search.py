@@ -50,6 +50,7 @@ def cluster(tune: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray: Any = import_module("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # by default its processes wait for all other tests
     options = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
     with TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:  # sockets need a short path
         try:
@@ -66,16 +67,16 @@ def test_trials_in_other_processes_are_those_runs(tune: Any, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     model_trainer = scaled(Path("runs"))  # relative: Ray's processes have other working directories
     weights = [weight.clone() for weight in model_trainer.model.parameters()]  # type: ignore[union-attr]
-    sizes = {"per_device_train_batch_size": tune.grid_search([5, 6, 8, 16])}
+    sizes = {"per_device_train_batch_size": tune.grid_search([5, 8, 16])}
     result = model_trainer.search({**sizes, "learning_rate": [0.1]}, n=1, backend="ray")
-    assert [trial["state"] for trial in result.trials] == ["failed", "failed", "complete", "complete"]
-    for trial in result.trials[2:]:
+    assert [trial["state"] for trial in result.trials] == ["failed", "complete", "complete"]
+    for trial in result.trials[1:]:
         assert scaled(**trial["params"]).fit().metrics["eval_loss"] == trial["value"]
-    assert result.best_value == min(trial["value"] for trial in result.trials[2:])
+    assert result.best_value == min(trial["value"] for trial in result.trials[1:])
     assert result.args.per_device_train_batch_size == result.best_params["per_device_train_batch_size"]
     assert all(map(torch.equal, model_trainer.model.parameters(), weights))  # type: ignore[union-attr]
     folders = sorted((tmp_path / "runs" / "search").glob("trial-*"))
-    assert [folder.name.rpartition("-")[0] for folder in folders] == [f"trial-{number}" for number in range(4)]
+    assert [folder.name.rpartition("-")[0] for folder in folders] == [f"trial-{number}" for number in range(3)]
     facts = json.loads((folders[2] / "run.json").read_text())
     assert facts["metrics"]["eval_loss"] == result.trials[2]["value"]
 
