@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from trainer_lib import GradientAccumulationPlugin
 from trainer_lib.state import GradientState
-from trainer_lib.state.accumulation_window import GradientWindow
+from trainer_lib.state.accumulation_window import GradientWindow, sum_from_mean
 from trainer_lib.state.gradient_state import Rows
 
 
@@ -85,3 +86,9 @@ def test_the_end_of_this_ranks_data_ends_a_window_unless_it_waits_for_all(
     state.add_dataloader(Loader(end_of_dataloader=True, others_read_on=others_read_on))
     window.begin_micro_batch(())
     assert state.sync_gradients is ends
+
+
+@pytest.mark.parametrize("weight", [0, 2, torch.tensor(0), torch.tensor(2)])
+def test_the_sum_behind_a_mean_of_nothing_is_zero(weight: int | torch.Tensor) -> None:
+    mean = torch.tensor(1.5 if weight else torch.nan)
+    assert sum_from_mean(mean, weight).item() == (3.0 if weight else 0.0)

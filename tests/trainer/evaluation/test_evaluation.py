@@ -344,6 +344,17 @@ class TestOutOfMemory:
         assert model.sizes == [12, 6, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2]  # no second try of what did not fit
         assert bench.predict(dataset(29), batch_size=12).predictions.shape == (29, 5)
 
+    def test_a_later_batch_without_a_row_for_each_sample_is_refused(self) -> None:
+        def doubled_after_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
+            rows = samples if len(seen) == 0 else samples * 2
+            seen.append(len(rows))
+            return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+        seen: list[int] = []
+        bench = Bench(classify, model=Limited(3))
+        with pytest.raises(ConfigurationError, match=r"A batch of 4 samples did not fit .* it has 8 rows"):
+            bench.evaluate({"": EvaluationSet(loader=bench.loader(dataset(8), collate_fn=doubled_after_the_first))})
+
     def test_a_single_row_that_does_not_fit_is_the_error_it_was(self) -> None:
         bench = Bench(model=Limited(0))
         with pytest.raises(torch.OutOfMemoryError):
