@@ -76,6 +76,17 @@ def test_time_ends_a_run() -> None:
     assert 0.3 <= result.state.seconds < 5
 
 
+def test_time_before_a_resume_counts(tmp_path: Path) -> None:
+    class Hours(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.state.seconds += 7200
+
+    options: dict[str, Any] = {"output_dir": tmp_path, "lr_scheduler": "constant"}
+    trainer(arguments(max_steps=2, save_every=2, **options), callbacks=[Hours()]).fit()
+    result = trainer(arguments(max_steps=9, max_time="3h", resume="extend", **options)).fit()
+    assert (result.state.step, result.state.reason) == (3, "max_time is over")
+
+
 def test_passes_over_data_without_a_length_are_real_passes() -> None:
     result = trainer(arguments(lr_scheduler="constant"), train_dataset=Stream()).fit()
     assert (result.state.step, result.state.epoch, result.state.samples) == (10, 2, 80)
