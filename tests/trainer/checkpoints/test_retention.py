@@ -9,7 +9,10 @@ import pytest
 from tests.faults.injuries import spoil
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
+from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.checkpointing.save.retention import automatic_states, steps_to_keep
 from trainer_lib.events import Callback, Modifier, Run
+from trainer_lib.foundation.errors import CheckpointError, DamagedError
 
 
 class Dies(Modifier):
@@ -95,3 +98,26 @@ def test_callbacks_at_the_end_see_the_checkpoint_that_was_being_written(
     with pytest.raises(error):
         trainer(args, callbacks=[ListsCheckpoints(), Dies(5, error)]).fit()
     assert at_end == [[4]]
+
+
+def test_folders_without_a_complete_checkpoint_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_3").mkdir()
+    (tmp_path / "checkpoint_3" / "notes.txt").write_text("by hand")
+    assert automatic_states(tmp_path) == {}
+
+
+@pytest.mark.parametrize("is_better_when_greater", [False, True])
+def test_the_best_checkpoints_are_those_of_the_metric(is_better_when_greater: bool) -> None:
+    saved = [{"step": step, "metrics": {"score": score}} for step, score in ((1, 0.3), (2, 0.1), (3, 0.4), (4, 0.2))]
+    kept = steps_to_keep(saved, 1, 2, metric="score", greater_is_better=is_better_when_greater)
+    assert kept == ({1, 3, 4} if is_better_when_greater else {2, 4})
+
+
+def test_a_manifest_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: Permission denied") as caught:
+        read_manifest(tmp_path)
+    assert not isinstance(caught.value, DamagedError)

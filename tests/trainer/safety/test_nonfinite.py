@@ -475,3 +475,17 @@ def test_running_statistics_do_not_see_updates_that_fp16_leaves_out() -> None:
     assert True in skipped
     assert False in skipped
     assert [count for count, _ in tracked.seen] == [skipped[: step + 1].count(False) for step in range(len(skipped))]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.97, 1.03])
+def test_gradients_are_clipped_from_the_limit_on(share: float) -> None:
+    def moved(max_norm: float) -> float:
+        options: dict[str, Any] = {"max_steps": 1, "optimizer": "sgd", "learning_rate": 1.0, "lr_scheduler": "constant"}
+        model = network()
+        before = [weight.detach().clone() for weight in model.parameters()]
+        trainer(arguments(max_grad_norm=max_norm, **options), model=model).fit()
+        changes = [weight.detach() - old for weight, old in zip(model.parameters(), before, strict=True)]
+        return torch.cat([change.flatten() for change in changes]).norm().item()
+
+    norm = moved(1e9)
+    assert moved(share * norm) == pytest.approx(min(share, 1) * norm, rel=1e-5)
