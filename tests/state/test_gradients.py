@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from trainer_lib import GradientAccumulationPlugin
+from trainer_lib import ConfigurationError, GradientAccumulationPlugin
 from trainer_lib.state import GradientState
 from trainer_lib.state.accumulation_window import GradientWindow, sum_from_mean
 from trainer_lib.state.gradient_state import Rows
@@ -92,3 +92,20 @@ def test_the_end_of_this_ranks_data_ends_a_window_unless_it_waits_for_all(
 def test_the_sum_behind_a_mean_of_nothing_is_zero(weight: int | torch.Tensor) -> None:
     mean = torch.tensor(1.5 if weight else torch.nan)
     assert sum_from_mean(mean, weight).item() == (3.0 if weight else 0.0)
+
+
+def test_an_optimizer_has_one_weight_in_a_window() -> None:
+    window = GradientWindow(GradientState())
+    window.open_share(("one",))
+    window.open_share(("other",))
+    with pytest.raises(ConfigurationError, match="Name the same optimizers in each backward"):
+        window.open_share(("one", "third"))
+
+
+def test_counts_that_are_taken_over_replace_those_of_this_rank() -> None:
+    state = GradientState(GradientAccumulationPlugin(num_steps=4))
+    here, there = GradientWindow(state), GradientWindow(state)
+    here.begin_micro_batch(("ours",))
+    there.begin_micro_batch(("theirs",))
+    here.take_over(there.state_dict(["theirs"], []), ["theirs"])
+    assert here.unfinished() == ["theirs"]
