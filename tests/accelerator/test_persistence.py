@@ -658,6 +658,14 @@ def test_an_older_state_beside_its_place_is_found(saved: Path) -> None:
     assert "notes" in names_in(saved)
 
 
+def test_what_a_killed_save_left_beside_is_replaced(saved: Path) -> None:
+    accelerator = numbered(saved.parent.parent)
+    trained(accelerator)
+    shutil.copytree(saved, replaced_beside(saved))  # killed after the renames, before the older state was deleted
+    accelerator.save_state(saved)
+    assert names_in(saved.parent) == {f"checkpoint_0/{name}" for name in names_in(saved)}
+
+
 # -- pickles, on the user's word only --------------------------------------------------------------------------------
 
 
