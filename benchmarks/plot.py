@@ -5,7 +5,7 @@ from html import escape
 
 from benchmarks.figures import Comparison, Row
 
-_LEFT, _WIDTH, _RIGHT, _BAR, _GAP = 140, 470, 60, 16, 6
+_LEFT, _WIDTH, _RIGHT, _BAR, _GAP = 156, 454, 60, 16, 6
 _COLORS = {"trainer_lib": "#3f51b5"}
 _OTHER = "#9e9e9e"
 
