@@ -44,13 +44,13 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    main_table = [scenario.name for scenario in SCENARIOS if not scenario.is_variant] + [imports.NAME]
+    main_table = [scenario.name for scenario in SCENARIOS if not scenario.is_variant]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What the engine costs beside others.")
     parser.add_argument("--rounds", type=int, default=7, help="how often each contestant runs (default: 7)")
     parser.add_argument("--steps", type=int, default=100, help="batches a run; a multiple of 4 (default: 100)")
     every, listed = list(TITLES), ", ".join(TITLES)
     parser.add_argument("--only", nargs="+", choices=every, metavar="NAME", default=main_table, help=listed)
-    parser.add_argument("--all", dest="only", action="store_const", const=every, help="with all variants")
+    parser.add_argument("--all", dest="only", action="store_const", const=every, help="with variants and imports")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single run there")
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing: take these files")
     parser.add_argument("--publish", action="store_true", help="put tables and picture into docs/")
