@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from tests.conftest import Body
 from tests.strategies.sharded import Stack
@@ -322,15 +322,28 @@ class Limited(Given):
         return super().forward(inputs)
 
 
+class Reduced(Callback):
+    """Hears which batch sizes are tried after one that did not fit."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def on_batch_size_reduced(self, run: Run, batch_size: int) -> None:
+        self.sizes.append(batch_size)
+
+
+def rows_twice(samples: list[Any]) -> Any:
+    """Make a batch with two rows for each sample, which cannot be split by samples."""
+    return default_collate(samples * 2)
+
+
+NOT_SPLIT = r"A batch of 4 samples did not fit .* it has 8 rows"
+
+
 class TestOutOfMemory:
     def test_batches_are_split_and_numbers_stay(self) -> None:
-        class Told(Callback):
-            def on_batch_size_reduced(self, run: Run, batch_size: int) -> None:
-                reduced.append(batch_size)
-
-        reduced: list[int] = []
-        model = Limited(3)
-        bench = Bench(classify, Told(), model=model)
+        reduced, model = Reduced(), Limited(3)
+        bench = Bench(classify, reduced, model=model)
         calls: list[int] = []
 
         def compute(prediction: Any) -> dict[str, float]:
@@ -340,20 +353,27 @@ class TestOutOfMemory:
         metrics = bench.evaluate({"": bench.set(dataset(29), NAMED, batch_size=12, compute_metrics=compute)})
         close(metrics, {**expected(29), "eval_first": float(scores(29)[0][:, 0].sum())})
         assert calls == [29]
-        assert reduced == [6, 3]
+        assert reduced.sizes == [6, 3]
         assert model.sizes == [12, 6, 3, 3, 3, 3, 3, 3, 3, 3, 3, 2]  # no second try of what did not fit
         assert bench.predict(dataset(29), batch_size=12).predictions.shape == (29, 5)
 
-    def test_a_later_batch_without_a_row_for_each_sample_is_refused(self) -> None:
-        def doubled_after_the_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
-            rows = samples if len(seen) == 0 else samples * 2
-            seen.append(len(rows))
-            return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+    def test_a_batch_that_cannot_be_split_is_refused_before_callbacks_hear_of_a_smaller_one(self) -> None:
+        reduced = Reduced()
+        bench = Bench(classify, reduced, model=Limited(3))
+        with pytest.raises(ConfigurationError, match=NOT_SPLIT) as caught:
+            bench.evaluate({"": EvaluationSet(loader=bench.loader(dataset(8), collate_fn=rows_twice))})
+        assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
+        assert reduced.sizes == []
+
+    def test_a_later_batch_that_cannot_be_split_is_refused_too(self) -> None:
+        def once_then_twice(samples: list[Any]) -> Any:
+            seen.append(len(samples))
+            return default_collate(samples) if len(seen) == 1 else rows_twice(samples)
 
         seen: list[int] = []
         bench = Bench(classify, model=Limited(3))
-        with pytest.raises(ConfigurationError, match=r"A batch of 4 samples did not fit .* it has 8 rows"):
-            bench.evaluate({"": EvaluationSet(loader=bench.loader(dataset(8), collate_fn=doubled_after_the_first))})
+        with pytest.raises(ConfigurationError, match=NOT_SPLIT):
+            bench.evaluate({"": EvaluationSet(loader=bench.loader(dataset(8), collate_fn=once_then_twice))})
 
     def test_a_single_row_that_does_not_fit_is_the_error_it_was(self) -> None:
         bench = Bench(model=Limited(0))

@@ -100,8 +100,7 @@ class EvalBatches:
         return self._split(run, model, batch)
 
     def _split(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
-        whole, loader = self._current
-        check_splits(whole, None if loader is None else loader.samples_in_batch)
+        self._check_splits()
         rows, at_once = count_rows(batch) or 1, self._fits or 1
         cuts = range(0, rows, at_once)
         return [p for cut in cuts for p in self._parts(run, model, take_rows(batch, cut, min(cut + at_once, rows)))]
@@ -116,7 +115,12 @@ class EvalBatches:
             ) from error
         if rows is None or rows < 2:
             raise error
+        self._check_splits()
         return -(-rows // 2)
+
+    def _check_splits(self) -> None:
+        batch, loader = self._current
+        check_splits(batch, None if loader is None else loader.samples_in_batch)
 
 
 @contextmanager
