@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from trainer_lib.callbacks.text_tables import show_table
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.batch_fields import as_mapping, split, targets_of
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.runs.png_images import is_image, png_uri
 
 _FEW = 8  # the longest row of numbers shown in full
@@ -22,7 +22,7 @@ _TOKENS = ("input", "input_ids", "decoder_input_ids", "prompt_input_ids", "predi
 Decode = Callable[[list[int]], str]
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class _Row:
     """A sample in a table: its cells, and the images of some of them, by column."""
 

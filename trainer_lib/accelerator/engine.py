@@ -1,11 +1,10 @@
 """The parts of an `Accelerator` that train: rank, prepared objects, strategy, precision and accumulation window."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from trainer_lib.accelerator.prepared import Prepared
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.precision import FullPrecision
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.accelerator_state import AcceleratorState
@@ -13,7 +12,7 @@ from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
 
 
-@dataclass(frozen=True, eq=False)
+@frozen_dataclass(eq=False)
 class Engine:
     """The parts of an `Accelerator` that checkpoints and uneven inputs read and restore."""
 

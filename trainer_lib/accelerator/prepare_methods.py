@@ -14,7 +14,6 @@ from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.activation_checkpointing import checkpoint_activations, save_activation_memory
 from trainer_lib.modules.compilation import compile_model
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import keep_unpacked
@@ -159,10 +158,14 @@ class PrepareMethods(CollectiveMethods):
         if (self.device_placement if device_placement is None else device_placement) and not is_spread:
             model = self.strategy.place(model)
         if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.recomputes:
+            from trainer_lib.modules.activation_checkpointing import checkpoint_activations
+
             checkpoint_activations(
                 model, first=self.state.megatron_lm_plugin.recomputed_blocks, option="recompute_activations"
             )
-        if not evaluation_mode:
+        if self.memory_options.saves_activations and not evaluation_mode:
+            from trainer_lib.modules.activation_checkpointing import save_activation_memory
+
             save_activation_memory(model, self.memory_options)
         if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.spreads_experts:
             from trainer_lib.strategies.tensor_parallel.plan import require_experts

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
 
 from trainer_lib.foundation.errors import DistributedOperationException
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.pytree import named_leaves, never
 from trainer_lib.state.partial_state import PartialState
 
@@ -23,7 +23,7 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Leaf:
     """The description of one leaf of a tree, without its values."""
 

@@ -1,7 +1,6 @@
 """This rank's part of a batch: sequences padded and cut, labels shifted before."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from trainer_lib.context_parallel.documents import documents_of_lengths, documen
 from trainer_lib.context_parallel.layout import SequenceLayout
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX, SHIFTED_LABELS, as_mapping, label_names_in, replaced
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _INPUTS = ("input_ids", "inputs_embeds")
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class BatchCut:
     """How the batches of a model are cut.
 
@@ -94,7 +94,7 @@ class BatchCut:
         return torch.cat([tensor, end], 1)
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class BatchPart:
     """A rank's part of a batch.
 

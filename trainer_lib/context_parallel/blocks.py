@@ -1,18 +1,18 @@
 """Which blocks of queries and keys a rank computes, and the masks of these blocks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer_lib.context_parallel.layout import SequenceLayout
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _ALL = slice(None)
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class AttentionRule:
     """Which keys a query attends to, by their positions in the whole sequence.
 

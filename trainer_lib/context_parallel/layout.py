@@ -1,15 +1,15 @@
 """Which parts of a sequence each rank holds: one piece in order, or one of the head and one of the tail."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class SequenceLayout:
     """How sequences are cut for a group of ranks.
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -15,11 +15,12 @@ from trainer_lib.data_loader.readers.map_reader import MapReader
 from trainer_lib.data_loader.readers.reader import Reader
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.options.base import check_count
 from trainer_lib.process_group import LoneProcess, ProcessGroup
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class RankSplit:
     """How a loader is split between ranks; by default one rank reads all of it.
 

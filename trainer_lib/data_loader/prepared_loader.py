@@ -4,7 +4,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -22,12 +22,13 @@ from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending
 from trainer_lib.data_loader.readers.reader import Reader
 from trainer_lib.data_loader.state_mixin import DataLoaderStateMixin
 from trainer_lib.foundation.errors import StateError, TrainerLibError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.options.enums import RNGType
 from trainer_lib.state.gradient_state import GradientState, Rows
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@frozen_dataclass(kw_only=True, eq=False)
 class Delivery:
     """How batches are delivered to the user.
 

@@ -1,10 +1,11 @@
 """The plan of a device map, which prints what lies where before anything is moved."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 Device = int | str
 
@@ -45,7 +46,7 @@ class DeviceLoad(NamedTuple):
     modules: Sequence[str]
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class DeviceMapPlan:
     """Where each layer of a model goes; `print` it to see a table.
 

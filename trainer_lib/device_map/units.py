@@ -1,20 +1,20 @@
 """The parts of a model that stay on one device: single tensors, layers, and modules that must not be split."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.modules.tensor_sizes import tensor_bytes
 from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
 
 Classes = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Unit:
     """A part of a model that stays on one device.
 

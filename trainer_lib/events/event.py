@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Event:
     """An event of a run.
 

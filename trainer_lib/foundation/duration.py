@@ -1,13 +1,13 @@
 """Durations such as "500 steps", "1 epoch" or "10 minutes"."""
 
 import re
-from dataclasses import dataclass
 from datetime import timedelta
 from numbers import Real
 from typing import Any, Literal, get_args
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 NEVER = "never"  # turns an interval off
 
@@ -33,7 +33,7 @@ _WHOLE = ("steps", "samples", "tokens")
 _CLOCK = r"(?:([0-9]+)[-:])?([0-9]{1,2}):([0-5][0-9]):([0-5][0-9])"
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Every:
     """An amount of training, of one unit.
 

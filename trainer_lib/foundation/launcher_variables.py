@@ -3,10 +3,11 @@
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 # srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
@@ -26,7 +27,7 @@ _MPIRUN_URI, _DAEMON_URI = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_
 _NESTED_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "FORK_LAUNCHED")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class World:
     """The rank and world size of this process, as its launcher set them."""
 

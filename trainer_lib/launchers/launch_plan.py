@@ -1,10 +1,11 @@
 """The options of a launch: number of processes, rendezvous, monitoring and output."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.options.base import check_count, check_positive
 
 LOCALHOST = "127.0.0.1"
@@ -15,7 +16,7 @@ def _ignore(message: str) -> None:
     del message
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Plan:
     """How processes are started and monitored.
 

@@ -4,9 +4,9 @@ import itertools
 import signal
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from trainer_lib.foundation.errors import WorldError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _LINE = 160  # characters of an error that followed another one
 
@@ -27,7 +27,7 @@ class ProcessFailedError(WorldError):
         self.exit_code = exit_code
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Failure:
     """How one process failed.
 

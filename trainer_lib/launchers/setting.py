@@ -2,16 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.foundation.environment import str_to_bool
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.missing_features import MissingFeature
 from trainer_lib.options.precision_options import PRECISIONS, check_precision
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Kind:
     """The values that a setting takes.
 
@@ -46,7 +46,7 @@ class Kind:
             raise ConfigurationError(f"{name} must be {self.allowed} (got {text!r}).{near}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Setting:
     """A setting of a launch.
 

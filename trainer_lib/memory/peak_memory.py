@@ -1,17 +1,18 @@
 """`PeakMemory`: measure the peak memory of a block of code."""
 
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.state.partial_state import PartialState
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class MemoryUse:
     """The peak memory of a block, in bytes.
 
@@ -93,7 +94,7 @@ class PeakMemory:
         self._peak = _Counters(host, max(self._peak.device, _device("max_memory_allocated")))
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class _Counters:
     host: int
     device: int

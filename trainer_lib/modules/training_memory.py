@@ -1,12 +1,12 @@
 """The memory of a training on one device, by precision and strategy, computed without weights or data."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.modules.blocks import repeated_blocks
 
 STRATEGIES = ("ddp", "fsdp", "fsdp_offload")
@@ -15,7 +15,7 @@ PRECISIONS = tuple(_DTYPES)
 _STATES_OF_ADAM = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class TrainingMemory:
     """The bytes that a training with Adam takes on one device.
 

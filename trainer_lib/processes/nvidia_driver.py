@@ -1,13 +1,14 @@
 """The GPUs that NVIDIA's driver knows, asked without torch and without initializing them."""
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
+
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _NAME_LENGTH = 96
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Gpu:
     """A GPU.
 

@@ -1,11 +1,11 @@
 """Find the runs in a folder, rebuild a damaged run.json from a checkpoint, and say why a run does not match."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_file import read_facts
 from trainer_lib.runs.run_folder import CHECKPOINTS, IDENTITY_FILE, RUN_FILE, RunFolder
@@ -13,7 +13,7 @@ from trainer_lib.runs.run_folder import CHECKPOINTS, IDENTITY_FILE, RUN_FILE, Ru
 _logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class FoundRun:
     """A run in a folder of runs.
 

@@ -3,7 +3,6 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.tensor_files.finite_check import Fault, nonfinite_tensors
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.tensor_storage import without_aliases
@@ -36,7 +36,7 @@ class Content(ABC):
         return {}
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Tensors(Content):
     """Tensors by name, as safetensors.
 
@@ -64,7 +64,7 @@ class Tensors(Content):
         return nonfinite_tensors(self.tensors)
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class PickledTensors(Content):
     """Tensors by name, as `torch.save` writes them.
 
@@ -96,7 +96,7 @@ class PickledTensors(Content):
         return nonfinite_tensors(self.tensors)
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Pickled(Content):
     """Any value, as `torch.save` writes it; tensors are moved to the CPU."""
 
@@ -115,7 +115,7 @@ class Pickled(Content):
         return sum(leaf.nbytes for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor))
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Json(Content):
     """A value as JSON.
 

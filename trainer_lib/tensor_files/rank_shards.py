@@ -6,7 +6,6 @@ The files have the format of torch.distributed.checkpoint in safetensors (its Hu
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from trainer_lib.filesystem.atomic_files import path_inside
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.tensor_files.file_contents import Tensors
 from trainer_lib.tensor_files.safetensors import read_header
 
@@ -55,7 +55,7 @@ def shard_content(chunks: Mapping[str, Chunk]) -> Tensors:
     return Tensors(values, {_METADATA_NAME: json.dumps(offsets)})
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class SavedTensor:
     """A tensor in the files of several ranks.
 

@@ -22,7 +22,6 @@ from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.data import dataloaders
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.unused_columns import DropUnusedColumns, used_columns
-from trainer_lib.trainer.evaluation.generation import generate_step
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
@@ -241,6 +240,8 @@ def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> Eval
 
 
 def _generated(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationOutput:
+    from trainer_lib.trainer.evaluation.generation import generate_step
+
     bare = trainer.accelerator.unwrap_model(model)
 
     def loss_of(_: Any, named: Any) -> tuple[Tensor, Weight]:

@@ -20,7 +20,6 @@ from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, missing_member
-from trainer_lib.trainer.data import validation_split
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -136,6 +135,8 @@ class Trainer(ToolMethods, PublishMethods):
         self.optimizer, self.scheduler = optimizer, scheduler
         at_construction.check(self, Trainer)
         if self.args.validation_split is not None and train_dataset is not None:
+            from trainer_lib.trainer.data import validation_split
+
             self.train_dataset, self.eval_dataset = validation_split.split_for(self)
         self.events: Dispatcher = Dispatcher(
             defaults.callbacks(self.args, at_construction.checked_callbacks(callbacks))

@@ -21,7 +21,6 @@ from trainer_lib.checkpointing.format.layout import (
 )
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.rng_state import Generators
-from trainer_lib.checkpointing.format.sharded import ShardedOptimizer, ShardedWeights
 from trainer_lib.checkpointing.format.state_parts import Part, State, Weights
 from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.logging import get_logger
@@ -62,8 +61,11 @@ def _models(engine: Engine, leads: bool, strict: bool) -> Iterator[Part]:
     has_whole = engine.has_whole_tensors
     for index, model in enumerate(engine.prepared.models):
         state = _Model(engine, model, strict)
-        shards = partial(ShardedWeights, rank=engine.rank, targets=state.state_dict)
-        kind = shards if engine.strategy.writes_shards else Weights
+        kind = Weights
+        if engine.strategy.writes_shards:
+            from trainer_lib.checkpointing.format.sharded import ShardedWeights
+
+            kind = partial(ShardedWeights, rank=engine.rank, targets=state.state_dict)
         yield kind(index=index, stateful=state, writes=leads and has_whole, reads=has_whole)
 
 
@@ -71,8 +73,11 @@ def _optimizers(engine: Engine, leads: bool) -> Iterator[Part]:
     has_whole = engine.has_whole_tensors
     for index, optimizer in enumerate(engine.prepared.optimizers):
         state = _Optimizer(engine, optimizer)
-        shards = partial(ShardedOptimizer, rank=engine.rank, targets=state.parameters)
-        kind = shards if engine.strategy.writes_shards else State
+        kind = State
+        if engine.strategy.writes_shards:
+            from trainer_lib.checkpointing.format.sharded import ShardedOptimizer
+
+            kind = partial(ShardedOptimizer, rank=engine.rank, targets=state.parameters)
         yield kind(
             kind=OPTIMIZER_NAME,
             index=index,

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainer_lib.checkpointing.third_party.safe_pickles import read_pickle
 from trainer_lib.checkpointing.third_party.torch_shards import Target, TensorPath, read_shards, write_shards
 from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.options.accelerate_constants import FSDP_MODEL_NAME
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 
@@ -142,7 +142,7 @@ def fsdp2_load_full_state_dict(
     return model
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class _Place:
     """Where a state is: the folder, the first word of its name, and its number."""
 

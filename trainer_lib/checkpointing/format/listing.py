@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import (
@@ -18,6 +18,7 @@ from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 # The names of complete and of damaged checkpoints; those of running saves and deletions are left out.
 _NAME = re.compile(r"checkpoint[-_](\d+)(\.replaced)?")
@@ -25,7 +26,7 @@ _ASIDE = re.compile(r".*\.damaged(-\d+)?")
 _UNFINISHED = (".partial", ".deleted")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class CheckpointSummary:
     """The facts of a checkpoint.
 

@@ -4,7 +4,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
@@ -13,6 +13,7 @@ from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.imports import version_of
 
 SCHEMA = 3  # version 1 had the sizes of files and no checksums; 2 had no facts of the run
@@ -46,7 +47,7 @@ REPORTED_FIELDS = ("run_id", "step", "epoch", "samples", "items", "arguments", "
 _ENCODED = ("arguments", "metrics", "best")  # may hold values that JSON cannot represent, such as NaN
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Manifest:
     """The contents of `manifest.json`.
 

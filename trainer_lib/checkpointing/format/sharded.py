@@ -6,7 +6,6 @@ and errors of its own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.checkpointing.format.state_parts import State, StateOptions, Weights, state_files
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.local_shards import local_shard
 from trainer_lib.tensor_files.file_contents import Content, Json
 from trainer_lib.tensor_files.rank_shards import (
@@ -28,7 +28,7 @@ from trainer_lib.tensor_files.rank_shards import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class ShardedWeights(Weights):
     """A sharded model.
 
@@ -67,7 +67,7 @@ class ShardedWeights(Weights):
         return shards | self.read_extra(folder, options)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class ShardedOptimizer(State):
     """The optimizer of a sharded model.
 

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from trainer_lib.checkpointing.format.layout import numbered
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.tensor_files.file_contents import Content, Json, Tensors
 from trainer_lib.tensor_files.load_tensors import load_tensors
 from trainer_lib.tensor_files.rank_shards import SHARDS_ENDING, read_whole
@@ -41,7 +41,7 @@ class Stateful(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class StateOptions:
     """The options of `save_state` and `load_state`.
 
@@ -66,7 +66,7 @@ class StateOptions:
         convert_file_size_to_int(self.max_shard_size)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Part(ABC):
     """An object that a checkpoint saves and restores.
 
@@ -109,7 +109,7 @@ class Part(ABC):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class State(Part):
     """Any state, as JSON and tensors.
 
@@ -133,7 +133,7 @@ class State(Part):
         return read_state(folder, self.stem, options) if self.reads else {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Weights(Part):
     """A model: its tensors in Hugging Face's layout, and its extra state beside them."""
 

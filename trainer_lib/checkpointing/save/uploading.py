@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
 from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError, UnwritableError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.file_contents import Content
@@ -183,7 +184,7 @@ class CheckpointUploader:
             _logger.warning("%s is saved, but the files it replaces could not be deleted: %s", self.target, error)
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class FileOnDisk(Content):
     """The contents of a file on this machine.
 

@@ -1,7 +1,6 @@
 """A checkpoint in the layout of Accelerate: the files of each part, and what has no counterpart there."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +18,7 @@ from trainer_lib.checkpointing.format.layout import (
 from trainer_lib.checkpointing.format.state_codec import encode
 from trainer_lib.checkpointing.third_party.exported_state import accelerate_generators, numbered_state
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.options.accelerate_constants import FSDP_MODEL_NAME
 from trainer_lib.tensor_files.file_contents import Content, Pickled, Tensors
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME, weights_ending, weights_stem
@@ -31,7 +31,7 @@ NOT_SAVED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class AccelerateLayout:
     """How Accelerate names and writes the parts of a checkpoint.
 

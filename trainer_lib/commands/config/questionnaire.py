@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.launchers.setting import Kind
 
 Answers = Mapping[str, Any]
@@ -25,7 +25,7 @@ def _accept(answer: Any, answers: Answers) -> None:
     del answer, answers
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Question:
     """A question.
 

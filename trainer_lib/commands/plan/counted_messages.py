@@ -1,13 +1,13 @@
 """Collectives and messages of a forward and a backward, counted with their bytes by dimension of the mesh."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.pytree import tensors
 
 # Where the whole tensor is in the arguments of an operation; a gathered one is a part of it for each rank.
@@ -28,7 +28,7 @@ _SENT = {
 _OF_A_PART = "_c10d_functional::all_gather_into_tensor"
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Messages:
     """How many messages one rank takes part in, and the bytes of the whole tensors that they move."""
 

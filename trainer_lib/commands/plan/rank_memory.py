@@ -1,7 +1,6 @@
 """The memory of a rank's weights, gradients and optimizer, and the messages that they need."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from trainer_lib.commands.plan.counted_messages import Messages
 from trainer_lib.commands.plan.optimizer_states import optimizer_bytes
 from trainer_lib.commands.plan.training_job import TrainingJob
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
@@ -18,7 +18,7 @@ _MESSAGE = 25 * 1024 * 1024  # the bytes of gradients that one message averages
 _REDUCED_IN = 4  # bytes of a value in which FSDP2 sums gradients of 16 bits
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class RankMemory:
     """The bytes that a rank holds on its device.
 

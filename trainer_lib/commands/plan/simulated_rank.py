@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from trainer_lib.commands.plan.computed_parts import GATHERED_AS, ComputedPart, computed_parts
 from trainer_lib.commands.plan.counted_messages import Messages
@@ -11,6 +10,7 @@ from trainer_lib.commands.plan.rank_memory import RankMemory, Weights
 from trainer_lib.commands.plan.simulated_world import DEVICE, simulated_world
 from trainer_lib.commands.plan.training_job import TrainingJob
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -20,7 +20,7 @@ from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies.registry import choose_strategy
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class SimulatedRank:
     """What a rank of a mesh holds and sends.
 

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from trainer_lib.commands.plan.fused_attention import fused_attention
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.pytree import map_tensors
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.strategies.fsdp import materialize
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cpu")
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class SimulatedWorld:
     """A world of which this process is the first rank.
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.batch_fields import as_mapping, label_names_in, replaced
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.modules.example_inputs import example_batch
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
@@ -17,7 +17,7 @@ from trainer_lib.trainer.losses.model_io import call_model, loss_of, predictions
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer]
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class TrainingJob:
     """A training whose ranks are simulated.
 

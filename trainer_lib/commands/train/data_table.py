@@ -1,11 +1,12 @@
 """Data as columns by name, whose rows know the line they come from."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 # The names by which a column is recognized, the most telling first.
 GUESSES: Mapping[str, Sequence[str]] = {
@@ -20,7 +21,7 @@ GUESSES: Mapping[str, Sequence[str]] = {
 }
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Table:
     """Columns of equal length.
 

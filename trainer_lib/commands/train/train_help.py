@@ -4,11 +4,11 @@ import ast
 import functools
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _HERE = Path(__file__).parent
 _SOURCES = (
@@ -44,7 +44,7 @@ Values are written as in YAML. Options override the file; hyphens count as under
 _WIDTH, _COLUMN = 120, 34
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Declared:
     """An argument as it is declared in a source file.
 

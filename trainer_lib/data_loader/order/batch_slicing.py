@@ -1,16 +1,16 @@
 """Batches made for all ranks, cut into one slice for each rank."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.pytree import ignorant_find_batch_size, slice_tensors
 from trainer_lib.state.gradient_state import Rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Slicing:
     """How batches are cut.
 

@@ -4,7 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -19,9 +19,10 @@ from trainer_lib.data_loader.order.data_rng import (
     generator_types,
     global_generator,
 )
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class EpochStart:
     """The states of random generators at the start of an epoch, as numbers and texts.
 

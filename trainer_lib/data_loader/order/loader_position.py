@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_lib.data_loader.order.epoch_start import EpochStart
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class LoaderPosition:
     """A position in the global order: `consumed` units of pass `epoch` were delivered."""
 

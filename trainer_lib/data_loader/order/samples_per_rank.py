@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.state.gradient_state import Rows
 
 TAKING_PART = 2  # samples that a rank without samples of its own computes: BatchNorm needs two
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen_dataclass(kw_only=True)
 class Sharing:
     """How the units of a pass are divided between ranks.
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -15,6 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
@@ -229,7 +229,7 @@ class DDP(Strategy):
         return message.reduce(gradients, values, is_last)
 
 
-@dataclass(frozen=True, eq=False)
+@frozen_dataclass(eq=False)
 class _HookState:
     """The state of one model's communication hook; holds the model weakly."""
 

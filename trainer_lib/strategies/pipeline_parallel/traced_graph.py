@@ -3,18 +3,18 @@
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from trainer_lib.foundation.errors import PreparationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 _PIPE_SPLIT = "pippy::_pipe_split"  # what torch.distributed.pipelining.pipe_split() calls
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class StageGraph:
     """The operations of a stage. Its arguments are what it received, inputs of the model, and weights.
 

@@ -1,17 +1,17 @@
 """`WindowFacts`: the losses and weights of a window, from the last stage to all ranks, in one small message."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.pytree import map_leaves
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, with_tensors
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class _Number:
     """Stands in for a number in a structure: its type, and the type of a tensor."""
 

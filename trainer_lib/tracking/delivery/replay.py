@@ -1,12 +1,12 @@
 """Replay of spooled values into a tracker, after the run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 from trainer_lib.tracking.delivery.entries import EntryCalls, from_line
 from trainer_lib.tracking.delivery.spool import read_spool
@@ -17,7 +17,7 @@ _AT_ONCE = 500
 _NO_STEP = 2**62  # beyond all steps, so that the tracker removes nothing
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class SpooledRun:
     """The undelivered values of one tracker.
 

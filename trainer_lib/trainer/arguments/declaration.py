@@ -10,6 +10,7 @@ from enum import Enum
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, cast
 
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.trainer.arguments.type_hints import field_types, members
 from trainer_lib.trainer.arguments.value_checks import Check, check_for
 
@@ -25,7 +26,7 @@ class OnResume(Enum):
     SILENT = "the new value counts, without a warning"
 
 
-@dataclasses.dataclass(frozen=True)
+@frozen_dataclass
 class Setting:
     """The declaration of an argument.
 

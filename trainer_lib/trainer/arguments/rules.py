@@ -12,7 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.options.memory_options import check_checkpointing, check_one_checkpointing
 from trainer_lib.trainer.arguments import value_checks as checks
-from trainer_lib.trainer.optim.lomo import steps_in_backward
+from trainer_lib.trainer.optim.optimizer_packages import steps_in_backward
 
 Rule = Callable[..., None]
 

@@ -22,7 +22,7 @@ from trainer_lib.trainer.arguments import value_checks as checks
 from trainer_lib.trainer.arguments.base import ArgumentsBase
 from trainer_lib.trainer.arguments.declaration import OnResume, documented, setting
 from trainer_lib.trainer.arguments.rules import check_rules
-from trainer_lib.trainer.optim.lomo import steps_in_backward
+from trainer_lib.trainer.optim.optimizer_packages import steps_in_backward
 
 _logger = get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """Resuming a run: which folder and which checkpoint `fit` begins with."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from trainer_lib.foundation.errors import (
     UnreachableError,
     did_you_mean,
 )
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import CHECKPOINTS, RUN_FILE, FoundRun, RunFolder, find_runs, new_run, read_run
@@ -57,7 +58,7 @@ def checkpoint_at(path: str | AnyPath, argument: str = "resume") -> AnyPath:
     return newest
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class ResumePoint:
     """Where a run begins: its folder, and the checkpoint to resume from.
 

@@ -17,7 +17,6 @@ from trainer_lib.foundation.errors import StateError, UnsupportedError, Unwritab
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.quantized_layers import weight_of
 from trainer_lib.modules.state import load_module_state, module_state
-from trainer_lib.tensor_files.file_contents import Json
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
@@ -111,6 +110,8 @@ def load_weights(model: nn.Module, checkpoint: AnyPath) -> None:
 
 
 def _read_fingerprints(folder: AnyPath) -> dict[int, Fingerprints]:
+    from trainer_lib.tensor_files.file_contents import Json
+
     file = folder / LEFT_OUT_FILE
     return {int(index): dict(prints) for index, prints in Json.read(file).items()} if file.is_file() else {}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from trainer_lib.foundation.errors import (
     ConfigurationError,
     DistributedOperationException,
 )
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.trainer.data.compiled_batches import CompiledBatches
 from trainer_lib.trainer.evaluation.eval_batches import EvalBatches, Step
@@ -43,7 +44,7 @@ NOTHING_MEASURED = (
 Models = nn.Module | Mapping[str, nn.Module]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@frozen_dataclass(kw_only=True, eq=False)
 class EvaluationSet:
     """A set to evaluate on.
 

@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from trainer_lib.events import Best
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.trainer.evaluation.eval_sets import ChosenSets
 from trainer_lib.trainer.evaluation.interrupted_eval import EvalInterruption, EvaluationInterrupted
 from trainer_lib.trainer.fit.context import FitContext
@@ -17,7 +18,7 @@ from trainer_lib.trainer.optim.schedules import is_metric_driven
 from trainer_lib.trainer.safety.deadline import Deadline
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Evaluated:
     """The sets evaluated at a step, and their metrics."""
 

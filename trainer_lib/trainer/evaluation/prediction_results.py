@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
 from trainer_lib.trainer.evaluation.row_buffers import PADDING, RowBuffers
 
 
-@dataclass(frozen=True, eq=False)
+@frozen_dataclass(eq=False)
 class Predictions:
     """A model's predictions for a set, in the order of the set.
 
@@ -53,7 +54,7 @@ class Predictions:
         return cls(predictions, labels, metrics, Path(folder))
 
 
-@dataclass(frozen=True, eq=False)
+@frozen_dataclass(eq=False)
 class EvaluationPrediction:
     """The argument of `compute_metrics`: predictions and labels of all samples, in the order of the set.
 

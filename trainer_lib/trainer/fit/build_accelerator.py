@@ -17,7 +17,6 @@ from trainer_lib.foundation.environment import (
     uses_parallelism_config,
 )
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.modules.activation_checkpointing import save_activation_memory
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -105,7 +104,10 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
     """Do what arguments ask of a model before it is prepared."""
     freeze(model, args.parameter_groups)
     dispatch(model, args)
-    save_activation_memory(model, args)
+    if args.gradient_checkpointing or args.activation_offload:
+        from trainer_lib.modules.activation_checkpointing import save_activation_memory
+
+        save_activation_memory(model, args)
     if args.use_liger_kernel:
         from trainer_lib.trainer.losses.liger_kernels import apply_liger_kernels
 

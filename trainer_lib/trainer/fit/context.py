@@ -1,13 +1,13 @@
 """What the parts of a fit share; each part owns its own state besides."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import RunFolder
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
@@ -15,7 +15,7 @@ from trainer_lib.trainer.losses.batch_loss import BatchLoss
 from trainer_lib.trainer.metrics.running_means import RunningMeans
 
 
-@dataclass(frozen=True, eq=False)
+@frozen_dataclass(eq=False)
 class FitContext:
     """What the parts of a fit share.
 

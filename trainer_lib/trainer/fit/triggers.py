@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from trainer_lib.events import Run, RunState
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.trainer.safety.deadline import Deadline
 
 _FIELDS = {"log": "log_every", "evaluate": "eval_every", "save": "save_every"}
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class IntervalRequest:
     """A request that is made at an interval.
 

@@ -11,18 +11,6 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 
-NAMES = ("lomo", "adalomo")
-
-
-def steps_in_backward(optimizer: str) -> bool:
-    """Whether an optimizer by this name updates weights while the backward runs.
-
-    Example:
-        >>> steps_in_backward("AdaLomo"), steps_in_backward("sgd")
-        (True, False)
-    """
-    return optimizer.lower() in NAMES
-
 
 class _OneByOne(Optimizer):
     """An optimizer that treats each parameter alone, in fp32.

@@ -37,6 +37,17 @@ PATHS = {
     "schedule_free_radam": "schedulefree.RAdamScheduleFree",
     "schedule_free_sgd": "schedulefree.SGDScheduleFree",
 }
+_STEPPING_IN_BACKWARD = ("lomo", "adalomo")
+
+
+def steps_in_backward(optimizer: str) -> bool:
+    """Whether an optimizer by this name updates weights while the backward runs.
+
+    Example:
+        >>> steps_in_backward("AdaLomo"), steps_in_backward("sgd")
+        (True, False)
+    """
+    return optimizer.lower() in _STEPPING_IN_BACKWARD
 
 
 def load_by_name(name: str) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.patterns import no_match
 
@@ -121,7 +122,7 @@ def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
             parameter.value.requires_grad_(False)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@frozen_dataclass(kw_only=True, eq=False)
 class _Parameter:
     """A parameter with all its names."""
 

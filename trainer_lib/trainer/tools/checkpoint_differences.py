@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 # What the files and folders of a checkpoint hold, by the beginnings of their names.
 _PARTS = {
@@ -31,7 +32,7 @@ _RATES = ("_per_second", "data_wait")
 _ROUNDING = 1e-3  # up to here a relative difference may come from kernels that are not deterministic
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Difference:
     """A part of a checkpoint that differs.
 

@@ -1,18 +1,18 @@
 """The kinds of models that are converted: names and layouts of weights in Megatron-LM and in transformers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 
 Weights = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Shape:
     """The sizes of a model.
 
@@ -31,7 +31,7 @@ class Shape:
     is_gated: bool = False
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Kind:
     """A kind of models.
 

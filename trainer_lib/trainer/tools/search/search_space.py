@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
 Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
@@ -38,14 +38,14 @@ _OF_ALL = {
 _PLAIN = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Choices:
     """Values to choose from."""
 
     values: list[Any]
 
 
-@dataclass(frozen=True)
+@frozen_dataclass
 class Range:
     """A range of numbers, with both ends.
 

@@ -1,0 +1,63 @@
+"""Frozen dataclasses whose methods are not compiled for each class."""
+
+import pickle
+from dataclasses import asdict, field, replace
+from typing import Any
+
+from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+
+
+@frozen_dataclass(kw_only=True)
+class Point:
+    x: int
+    y: int = 0
+    name: str = field(default="", compare=False)
+    secret: str = field(default="", repr=False)
+
+
+@frozen_dataclass
+class Other:
+    x: int
+
+
+@frozen_dataclass(eq=False)
+class ByIdentity:
+    x: Any
+
+
+@frozen_dataclass
+class WithOwnText:
+    x: int
+
+    def __repr__(self) -> str:
+        return "its own"
+
+
+def test_values_are_equal_if_their_compared_fields_are():
+    assert Point(x=1, name="a") == Point(x=1, name="b")
+    assert Point(x=1) != Point(x=1, y=2)
+    assert Other(1) != Point(x=1) and Other(1) != 1
+    assert {Point(x=1): "kept"}[Point(x=1, name="c")] == "kept"
+
+
+def test_without_eq_identity_decides():
+    one = ByIdentity([])
+    assert one == one and one != ByIdentity([])
+    assert hash(one) != hash(ByIdentity([]))
+
+
+def test_a_value_shows_its_fields():
+    assert repr(Point(x=1, secret="s")) == "Point(x=1, y=0, name='')"
+    assert repr(WithOwnText(1)) == "its own"
+    loop: list[Any] = []
+    loop.append(ByIdentity(loop))
+    assert repr(loop[0]) == "ByIdentity(x=[...])"
+
+
+def test_what_is_written_for_dataclasses_works():
+    point = Point(x=1, name="a")
+    assert asdict(replace(point, y=3)) == {"x": 1, "y": 3, "name": "a", "secret": ""}
+    assert pickle.loads(pickle.dumps(point)) == point
+    match Other(4):
+        case Other(x):
+            assert x == 4
