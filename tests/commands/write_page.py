@@ -26,8 +26,8 @@ def _table(topic: str, title: str) -> str:
     lines = [
         f"#### {title[0].upper()}{title[1:]} (`--help {topic}`)",
         "",
-        "| option | in a file | for the script | default | |",
-        "|---|---|---|---|---|",
+        "| option, key in a file, variable | default | |",
+        "|---|---|---|",
     ]
     return "\n".join([*lines, *(_row(setting) for setting in settings), ""])
 
@@ -37,7 +37,8 @@ def _row(setting: Setting) -> str:
     section = "" if setting.section == "deepspeed_config" else setting.section  # a file with it in use is refused
     key = f"{section}.{setting.file_key}" if section else setting.file_key if not setting.section else None
     default = setting.default not in (None, False, "")
-    cells = [option, _code(key), _code(setting.variable), _code(setting.default if default else ""), setting.help]
+    names = "<br>".join(filter(None, [option, _code(key), _code(setting.variable)]))
+    cells = [names, _code(setting.default if default else ""), setting.help]
     return f"| {' | '.join(cells)} |"
 
 
