@@ -23,9 +23,11 @@ def with_tables(text: str) -> str:
 
 def _table(topic: str, title: str) -> str:
     settings = [setting for setting in SETTINGS.values() if setting.group == topic and setting.missing is None]
+    name, _, condition = title.partition(", if ")
     lines = [
-        f"#### {title[0].upper()}{title[1:]} (`--help {topic}`)",
+        f"#### {name[0].upper()}{name[1:]} (`--help {topic}`)",
         "",
+        *(["These options count where the script leaves the choice to the launcher.", ""] if condition else []),
         "| option, key in a file, variable | default | |",
         "|---|---|---|",
     ]
