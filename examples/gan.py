@@ -3,8 +3,8 @@
     python examples/gan.py
     trainer-lib launch --cpu --num_processes 2 examples/gan.py
 
-A painter learns to paint handwritten digits of 8 by 8 pixels, and a critic to tell them from real ones. At the end a
-judge who saw only real digits reads what was painted.
+The generator paints handwritten digits of 8 by 8 pixels, and the discriminator learns to tell them from real ones. At
+the end a classifier that saw only real digits reads what was painted.
 """
 
 import argparse
@@ -22,31 +22,31 @@ NOISE, CLASSES, PIXELS = 16, 10, 64
 
 
 class GanTrainer(Trainer):
-    """Trains a painter and a critic in turns."""
+    """Trains a generator and a discriminator in turns."""
 
     def training_step(self, model: Any, batch: Any) -> None:
-        """Update the critic, then the painter."""
+        """Update the discriminator, then the generator."""
         real, digits = batch
         kinds = one_hot(digits, CLASSES).float()
         noise = torch.randn(len(real), NOISE, device=real.device)
-        painted = model["painter"](torch.cat([noise, kinds], dim=1))
+        painted = model["generator"](torch.cat([noise, kinds], dim=1))
 
-        verdict_on_real = model["critic"](torch.cat([real, kinds], dim=1))
-        verdict_on_painted = model["critic"](torch.cat([painted.detach(), kinds], dim=1))
+        verdict_on_real = model["discriminator"](torch.cat([real, kinds], dim=1))
+        verdict_on_painted = model["discriminator"](torch.cat([painted.detach(), kinds], dim=1))
         loss = against(verdict_on_real, 0.9) + against(verdict_on_painted, 0.0)  # 0.9: it is not to be too sure
-        self.update("critic", loss)
+        self.update("discriminator", loss)
 
-        fooled = against(model["critic"](torch.cat([painted, kinds], dim=1)), 1.0)
-        self.update("painter", fooled)
+        fooled = against(model["discriminator"](torch.cat([painted, kinds], dim=1)), 1.0)
+        self.update("generator", fooled)
 
-        self.log("critic_loss", loss, weight=len(real))
-        self.log("painter_loss", fooled, weight=len(real))
+        self.log("discriminator_loss", loss, weight=len(real))
+        self.log("generator_loss", fooled, weight=len(real))
 
     def update(self, name: str, loss: Tensor) -> None:
         """Update one of the models."""
         self.backward(loss, optimizer=name)
         self.optimizers[name].step()
-        for optimizer in self.optimizers.values():  # the painter's loss reaches the critic too
+        for optimizer in self.optimizers.values():  # the generator's loss reaches the discriminator too
             optimizer.zero_grad()
 
 
@@ -69,28 +69,28 @@ def main() -> None:
     result = trainer.fit()
 
     if trainer.accelerator.is_main_process:
-        judge = LogisticRegression(max_iter=1000).fit(images.numpy(), labels)
+        classifier = LogisticRegression(max_iter=1000).fit(images.numpy(), labels)
         asked = torch.arange(CLASSES).repeat(50)
-        painted = paint(models["painter"], asked)
-        read = (torch.tensor(judge.predict(painted.numpy())) == asked).float().mean()
+        painted = paint(models["generator"], asked)
+        read = (torch.tensor(classifier.predict(painted.numpy())) == asked).float().mean()
         print(f"\n{result}\n")
         draw(painted[:5])
         draw(painted[5:10])
-        print(f"The judge reads {read:.1%} of {len(asked)} painted digits as they were meant (chance: 10 %).")
+        print(f"The classifier reads {read:.1%} of {len(asked)} painted digits as they were meant (chance: 10 %).")
     trainer.accelerator.end_training()
 
 
 def make_models() -> dict[str, nn.Module]:
     """Return both models, with the same weights each time."""
     torch.manual_seed(0)
-    painter = nn.Sequential(
+    generator = nn.Sequential(
         nn.Linear(NOISE + CLASSES, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, PIXELS), nn.Tanh()
     )
-    critic = nn.Sequential(
+    discriminator = nn.Sequential(
         *(nn.Linear(PIXELS + CLASSES, 128), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
         *(nn.Linear(128, 128), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(128, 1)),
     )
-    return {"painter": painter, "critic": critic}
+    return {"generator": generator, "discriminator": discriminator}
 
 
 def against(verdict: Tensor, truth: float) -> Tensor:
@@ -99,11 +99,11 @@ def against(verdict: Tensor, truth: float) -> Tensor:
 
 
 @torch.no_grad()
-def paint(painter: nn.Module, digits: Tensor) -> Tensor:
+def paint(generator: nn.Module, digits: Tensor) -> Tensor:
     """Return an image of each digit."""
     noise = torch.randn(len(digits), NOISE, generator=torch.Generator().manual_seed(0))
-    device = next(painter.parameters()).device
-    return painter.eval()(torch.cat([noise, one_hot(digits, CLASSES)], dim=1).to(device)).cpu()
+    device = next(generator.parameters()).device
+    return generator.eval()(torch.cat([noise, one_hot(digits, CLASSES)], dim=1).to(device)).cpu()
 
 
 def draw(images: Tensor) -> None:

@@ -14,6 +14,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -162,3 +163,28 @@ def test_the_list_of_examples_is_complete() -> None:
     missing = [path.name for path in shown if path.parent.name != "metrics" and f"{path.name}`" not in listed]
     assert shown
     assert missing == []
+
+
+@pytest.mark.parametrize("package", ["trainer_lib", "trainer_lib.callbacks"])
+def test_each_public_name_is_in_the_reference(package: str) -> None:
+    public = importlib.import_module(package)
+    missing = [name for name in public.__all__ if not name.startswith("_") and not _is_in_the_reference(public, name)]
+    assert public.__all__
+    assert missing == []
+
+
+def _is_in_the_reference(package: ModuleType, name: str) -> bool:
+    return any(
+        directive == f"{package.__name__}.{name}" or _shows(directive, options, name, getattr(package, name))
+        for page in (ROOT / "docs" / "reference").glob("*.md")
+        for directive, options in re.findall(r"^::: (\S+)\n((?: .*\n)*)", page.read_text(), re.MULTILINE)
+    )
+
+
+def _shows(directive: str, options: str, name: str, value: object) -> bool:
+    """Return whether a directive for a module shows a name: all that is defined in it, or its `members`."""
+    if "members:" in options.replace("inherited_members:", ""):
+        is_listed = re.search(rf"\b{name}\b", options) is not None
+        return is_listed and getattr(importlib.import_module(directive), name, None) is value
+    module = getattr(value, "__module__", "")
+    return module == directive or ("show_submodules" in options and module.startswith(f"{directive}."))

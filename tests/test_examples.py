@@ -152,9 +152,9 @@ def test_a_gpt_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_painter_is_read_by_a_judge(tmp_path: Path) -> None:
+def test_digits_of_the_generator_are_read_by_a_classifier(tmp_path: Path) -> None:
     printed = forked(1, tmp_path, "examples/gan.py", "--num_train_epochs", "40")
-    (share,) = re.findall(r"^The judge reads (\S+)% of 500 painted digits", printed, re.MULTILINE)
+    (share,) = re.findall(r"^The classifier reads (\S+)% of 500 painted digits", printed, re.MULTILINE)
     assert float(share) > 50  # one in ten is chance
 
 

@@ -23,11 +23,13 @@ def with_tables(text: str) -> str:
 
 def _table(topic: str, title: str) -> str:
     settings = [setting for setting in SETTINGS.values() if setting.group == topic and setting.missing is None]
+    name, _, condition = title.partition(", if ")
     lines = [
-        f"#### {title[0].upper()}{title[1:]} (`--help {topic}`)",
+        f"#### {name[0].upper()}{name[1:]} (`--help {topic}`)",
         "",
-        "| option | in a file | for the script | default | |",
-        "|---|---|---|---|---|",
+        *(["These options count where the script leaves the choice to the launcher.", ""] if condition else []),
+        "| option, key in a file, variable | default | |",
+        "|---|---|---|",
     ]
     return "\n".join([*lines, *(_row(setting) for setting in settings), ""])
 
@@ -37,7 +39,8 @@ def _row(setting: Setting) -> str:
     section = "" if setting.section == "deepspeed_config" else setting.section  # a file with it in use is refused
     key = f"{section}.{setting.file_key}" if section else setting.file_key if not setting.section else None
     default = setting.default not in (None, False, "")
-    cells = [option, _code(key), _code(setting.variable), _code(setting.default if default else ""), setting.help]
+    names = "<br>".join(filter(None, [option, _code(key), _code(setting.variable)]))
+    cells = [names, _code(setting.default if default else ""), setting.help]
     return f"| {' | '.join(cells)} |"
 
 

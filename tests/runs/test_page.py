@@ -383,6 +383,19 @@ def test_no_table_is_cut_at_the_right_edge(browser: Browser, tmp_path: Path, wid
     assert browser.problems == []
 
 
+def test_each_event_is_named_in_its_row(browser: Browser, tmp_path: Path) -> None:
+    kinds = [line("skipped", 70, reason="NaN"), line("left_out", 80), line("resumed", 90, steps_lost=0)]
+    run = make_run(tmp_path / "run", [*training()[:-1], *kinds, training()[-1]])
+    browser.open(write_report(find_runs([run]), tmp_path / "report.html").as_uri())
+    inside = browser.run(
+        "[...document.querySelectorAll('.event-kind')].map(name => {"
+        " const [box, cell] = [name, name.closest('td')].map(each => each.getBoundingClientRect());"
+        " return [name.innerText, box.top >= cell.top && box.left >= cell.left && box.bottom <= cell.bottom]; })"
+    )
+    assert len(inside) >= 6
+    assert [name for name, is_inside in inside if not is_inside] == []
+
+
 def test_a_failed_run_shows_its_traceback_to_the_end(browser: Browser, tmp_path: Path) -> None:
     of_a_failed_run(tmp_path)
     browser.open(write_report(find_runs([tmp_path / "run"]), tmp_path / "report.html").as_uri())

@@ -66,7 +66,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         dataloader_config: The options of data loading.
         deepspeed_plugin: How DeepSpeed shards models, or several plugins by name; needs the extra `deepspeed`.
         fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
-        torch_tp_plugin: `None`: this version does not have tensor parallelism.
+        torch_tp_plugin: How many ranks split each matrix; `parallelism_config` says the same.
         megatron_lm_plugin: Options of Megatron-LM, which become those of this library.
         rng_types: Generators to make equal on all ranks at the start of each pass over a prepared loader.
         log_with: The trackers: names, "all" for those installed and configured, objects, or a list of these.

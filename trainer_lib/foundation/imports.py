@@ -152,6 +152,7 @@ is_peft_available: Callable[[], bool] = _package("peft")
 is_pynvml_available: Callable[[], bool] = _package("pynvml")
 is_pytest_available: Callable[[], bool] = _package("pytest")
 is_rich_available: Callable[[], bool] = _package("rich")
+"""Whether the package rich, which prints tracebacks and progress in color, is installed."""
 is_sagemaker_available: Callable[[], bool] = _package("sagemaker")
 is_schedulefree_available: Callable[[], bool] = _package("schedulefree")
 is_swanlab_available: Callable[[], bool] = _package("swanlab")

@@ -1,4 +1,4 @@
-"""What the rooms know of a `Trainer`: what it is given, what it is made of, and the methods that users override."""
+"""What other modules know of a `Trainer`: what it is given, what it is made of, and the methods that users override."""
 
 import functools
 from collections.abc import Callable, Mapping

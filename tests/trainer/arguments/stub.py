@@ -55,9 +55,8 @@ def _class(node: ast.ClassDef) -> str:
 
 def _member(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
-        default = ast.unparse(node.value.args[1])
-        shown = default if isinstance(node.value.args[1], ast.Constant) else "..."
-        yield f"    {node.target.id}: {ast.unparse(node.annotation)} = {shown}"
+        default = repr(getattr(TrainingArguments(), node.target.id))  # a name or a call says less
+        yield f"    {node.target.id}: {ast.unparse(node.annotation)} = {default}"
         yield _docstring(settings(TrainingArguments)[node.target.id].text, 4)
     elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
         yield ""

@@ -207,7 +207,7 @@ class TrainingArguments(ArgumentsBase):
     """
     run_name: str | None = None
     """A display name for the run."""
-    resume: str | os.PathLike[str] = ...
+    resume: str | os.PathLike[str] = 'never'
     """Which run to resume: "never" starts a new one, "auto" resumes the newest unfinished run in `output_dir`,
     "extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes that
     checkpoint.
@@ -235,7 +235,7 @@ class TrainingArguments(ArgumentsBase):
     seconds since 1970, or "auto" for the end of the SLURM job, if there is one. The run saves, exits with code 75,
     and resumes from there; `None` sets no deadline.
     """
-    stop_signals: Sequence[str] = ...
+    stop_signals: Sequence[str] = ['SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1']
     """The signals, by name, at which the run saves and ends."""
     per_device_train_batch_size: CountOrAuto = 8
     """Samples in the micro-batch of a rank. "auto" takes 64 (or a divisor of `global_batch_size`) and splits a
@@ -256,15 +256,15 @@ class TrainingArguments(ArgumentsBase):
     "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit",
     "schedule_free_adamw"), or a dotted path.
     """
-    optimizer_kwargs: dict[str, Any] = ...
+    optimizer_kwargs: dict[str, Any] = {}
     """Further arguments of the optimizer, such as {"betas": [0.9, 0.95]}."""
     weight_decay: float = 0.0
     """The weight decay for all parameters except norms, biases and vectors."""
-    parameter_groups: 'Sequence[trainer_lib.ParameterGroup]' = ...
+    parameter_groups: 'Sequence[trainer_lib.ParameterGroup]' = []
     """A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns of their names."""
     lr_scheduler: str = 'linear'
     """The learning rate schedule: "linear", "cosine", "wsd", "constant", "plateau" or another name, or a dotted path."""
-    lr_scheduler_kwargs: dict[str, Any] = ...
+    lr_scheduler_kwargs: dict[str, Any] = {}
     """Further arguments of the schedule."""
     warmup: int | float | str | None = None
     """Steps in which the learning rate rises from 0, as a number ("100 steps" or 100) or a fraction of all steps (0.05
@@ -450,13 +450,13 @@ class TrainingArguments(ArgumentsBase):
     """The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y"."""
     predict_with_generate: bool = False
     """Call the model's `generate` in evaluations and predictions. Samples are read in the order of their lengths."""
-    generation_kwargs: dict[str, Any] = ...
+    generation_kwargs: dict[str, Any] = {}
     """Arguments of `generate`: `max_length`, `num_beams`, …; a `generation_config` may be an object, a folder or a
     name on the Hub.
     """
     progress_bar: bool | None = None
     """Show a progress bar; `None` shows it in terminals and notebooks."""
-    report_to: Sequence[str] = ...
+    report_to: Sequence[str] = ()
     """The trackers to report to, by name: "tensorboard", "mlflow", "comet_ml", "wandb" and others; "all" for those
     that are installed and configured.
     """

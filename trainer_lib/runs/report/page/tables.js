@@ -66,7 +66,7 @@ function checkpointTable(run) {
 
 function eventTable(run) {
   if (!run.marks.length) return null;
-  const body = run.marks.map((mark) => make("tr", {}, make("td", {}, make("span", { class: `event-kind ${mark.kind}` }, mark.title)), cell(mark.step === null ? "–" : mark.step.toLocaleString("en-US"), "number"),
+  const body = run.marks.map((mark) => make("tr", {}, make("td", {}, make("span", { class: `event-kind kind-${mark.kind}` }, mark.title)), cell(mark.step === null ? "–" : mark.step.toLocaleString("en-US"), "number"),
     cell(momentText(mark.time), "tight"), cell(mark.text, "long")));
   return card("Events", null, table([["event", ""], ["step", "number"], ["when", ""], ["", ""]], body, `Events of ${run.name}`));
 }
