@@ -13,6 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError, DistributedOperati
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
 from trainer_lib.trainer.evaluation.row_buffers import PADDING, RowBuffers
+from trainer_lib.trainer.safety.error_context import described
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +157,14 @@ def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dic
         ConfigurationError: If it returns something else.
     """
     takes_two = _required(function) == 2
-    values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
+    try:
+        values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
+    except Exception as error:
+        error.add_note(
+            f"In compute_metrics, with predictions {described(predictions)} and labels {described(labels)}, as NumPy "
+            "arrays."
+        )
+        raise
     if not isinstance(values, Mapping):
         raise ConfigurationError(
             f'compute_metrics returned a {type(values).__name__}. Return numbers by name, such as {{"accuracy": 0.9}}.'
