@@ -126,6 +126,8 @@ class TrackerCallback(Callback):
     def on_fit_begin(self, run: Run) -> None:
         if (previous := self.release()) is not None:  # of an earlier `fit`
             previous.finish("interrupted")
+            if run.accelerator is not None:
+                run.accelerator.detach_trackers(previous)
         folder = self.folder or run.folder
         project = self.project or _project_of(run)
         options = self._options
@@ -145,6 +147,8 @@ class TrackerCallback(Callback):
             patience=self._patience,
             argument="report_to",
         )
+        if run.accelerator is not None:
+            run.accelerator.attach_trackers(self._group)
         settings = self._settings(run)
         if settings:
             self._group.store_init_configuration(settings)
@@ -165,6 +169,8 @@ class TrackerCallback(Callback):
         for callback in callbacks:
             callback.upload_artifact(run)
         groups = [group for callback in callbacks if (group := callback.release()) is not None]
+        for group in groups if run.accelerator is not None else ():
+            run.accelerator.detach_trackers(group)
         for name, points in finish_groups(groups, _outcome(run)).items():
             run.record_event("points_missing", tracker=name, points=points)
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.tracking.misbehaving import Misbehaving, steps, taken
-from trainer_lib import Trainer, TrainingArguments
+from tests.worlds import run_world
+from trainer_lib import Callback, Run, Trainer, TrainingArguments
 from trainer_lib.callbacks import (
     MLflowCallback,
     TensorBoardCallback,
@@ -63,6 +64,35 @@ def test_a_tracker_gets_the_whole_run(tmp_path: Path) -> None:
     assert "model.safetensors" in names
     assert not any(name.startswith(("optimizer", "manifest", "random", "engine")) for name in names)
     assert records[-1] == {"finished": "finished"}
+
+
+class Describes(Callback):
+    """Logs to the tracker itself what `run.log` does not take, and nothing more once it is gone."""
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        tracker = run.accelerator.get_tracker("misbehaving")
+        tracker.log({"note": f"after step {run.state.step}"}, step=run.state.step)
+        tracker.log_images({"weights": torch.zeros(1, 4, 4)}, step=run.state.step)
+
+
+def test_a_callback_gets_the_tracker_by_name_while_the_run_lasts(tmp_path: Path) -> None:
+    model_trainer = trainer([callback(tmp_path / "taken"), Describes()])
+    model_trainer.fit()
+    notes = [(record["step"], record["note"]) for record in taken(tmp_path / "taken") if "note" in record]
+    assert notes == [(4, "after step 4"), (8, "after step 8")]
+    assert model_trainer.accelerator.trackers == []
+    with pytest.raises(ConfigurationError, match=r"no tracker 'misbehaving'.*TrainingArguments\(report_to='misb"):
+        model_trainer.accelerator.get_tracker("misbehaving")
+
+
+def test_a_callback_gets_a_tracker_that_does_nothing_on_ranks_that_do_not_report(tmp_path: Path) -> None:
+    def body() -> None:
+        trainer([callback(tmp_path / "taken"), Describes()]).fit()
+
+    run_world(body, num_processes=2)
+    notes = [record["note"] for record in taken(tmp_path / "taken") if "note" in record]
+    assert notes == ["after step 4", "after step 8"]
+    assert sum("shapes" in record for record in taken(tmp_path / "taken")) == 2
 
 
 def test_a_resumed_run_continues_the_tracker_s_run(tmp_path: Path) -> None:

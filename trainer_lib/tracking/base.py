@@ -99,6 +99,27 @@ class GeneralTracker:
         """Finish; no call follows."""
 
 
+class SilentTracker(GeneralTracker):
+    """A tracker that does nothing, on ranks that do not report: it takes any method of any tracker."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> "SilentTracker":
+        """Itself."""
+        return self
+
+    def __getattr__(self, name: str) -> "SilentTracker":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
 class BuiltInTracker(GeneralTracker):
     """The base class of the shipped trackers, which get plain Python values with flat names.
 

@@ -29,7 +29,6 @@ from trainer_lib.trainer.evaluation.prediction_files import MANIFEST, check_free
 from trainer_lib.trainer.evaluation.prediction_results import Collector, ComputedMetrics, Predictions, Writer, computed
 from trainer_lib.trainer.metrics.metric_spec import computed_metrics
 from trainer_lib.trainer.metrics.running_metrics import mean_loss
-from trainer_lib.trainer.safety.error_context import described
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
@@ -286,6 +285,8 @@ def _naming(metric: Metric, of_set: str, batch: int, output: EvaluationOutput) -
     try:
         yield
     except Exception as error:
+        from trainer_lib.trainer.safety.error_context import described
+
         error.add_note(
             f"In the metric {metric.name!r}, in batch {batch} of {_set_label(of_set)}, with predictions "
             f"{described(output.predictions)} and labels {described(output.labels)}."

@@ -13,7 +13,6 @@ from trainer_lib.foundation.errors import ConfigurationError, DistributedOperati
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
 from trainer_lib.trainer.evaluation.row_buffers import PADDING, RowBuffers
-from trainer_lib.trainer.safety.error_context import described
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +159,8 @@ def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dic
     try:
         values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
     except Exception as error:
+        from trainer_lib.trainer.safety.error_context import described
+
         error.add_note(
             f"In compute_metrics, with predictions {described(predictions)} and labels {described(labels)}, as NumPy "
             "arrays."
