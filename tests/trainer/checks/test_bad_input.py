@@ -30,6 +30,7 @@ from trainer_lib.foundation.errors import (
 from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.state import PartialState
+from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
 
 INPUTS, CLASSES = torch.randn(16, 4), torch.randint(0, 2, (16,))
 DATA = (INPUTS, CLASSES)
@@ -793,6 +794,12 @@ def test_an_error_of_the_model_itself_keeps_its_type_and_tells_shapes_and_types(
     assert "(8, 4) float64" in note
     assert "the model is of float32" in note
     assert "astype('float32')" in note
+
+
+def test_a_global_batch_that_the_processes_cannot_share_names_one_that_they_can() -> None:
+    options = arguments(global_batch_size=32, per_device_train_batch_size=32)
+    words = "global_batch_size=32 is no multiple…32 × 2 processes = 64. Give 64 or another multiple"
+    refused(ConfigurationError, words, lambda: accumulation_steps(options, num_processes=2))
 
 
 def test_an_error_of_a_metric_tells_which() -> None:

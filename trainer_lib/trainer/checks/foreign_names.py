@@ -170,7 +170,7 @@ CONSTRUCTOR: dict[str, str] = {
     "strategy": "TrainingArguments(fsdp=True) or TrainingArguments(ddp=…); several processes use DDP by default",
     "plugins": "accelerator=Accelerator(kwargs_handlers=[…])",
     "model_init": "a model: trials of search() start from a copy of it",
-    "peft_config": "model: Trainer(get_peft_model(model, peft_config), …)",
+    "peft_config": "model=get_peft_model(model, peft_config)",
     "preprocess_logits_for_metrics": "evaluation_step(model, batch), which a subclass overrides",
 }
 
