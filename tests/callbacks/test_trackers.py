@@ -21,6 +21,7 @@ from trainer_lib.callbacks import (
 )
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
 from trainer_lib.tracking import Patience, register_tracker_class
+from trainer_lib.tracking.adapters.wandb import WandBTracker
 
 register_tracker_class(Misbehaving)
 QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.05, longest_pause=0.2)
@@ -83,6 +84,29 @@ def test_a_callback_gets_the_tracker_by_name_while_the_run_lasts(tmp_path: Path)
     assert model_trainer.accelerator.trackers == []
     with pytest.raises(ConfigurationError, match=r"no tracker 'misbehaving'.*TrainingArguments\(report_to='misb"):
         model_trainer.accelerator.get_tracker("misbehaving")
+
+
+def test_the_project_is_the_given_one_or_that_of_the_environment_or_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def project(**options: Any) -> str:
+        path = tmp_path / f"taken-{len(list(tmp_path.iterdir()))}"
+        trainer([callback(path, **options)], tmp_path / "digits", max_steps=1).fit()
+        (started,) = [record["project"] for record in taken(path) if "started" in record]
+        return started
+
+    assert project() == "digits"
+    monkeypatch.setattr(Misbehaving, "project_variable", WandBTracker.project_variable)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert project() == "mine"
+    assert project(project="given") == "given"
+
+
+def test_w_and_b_keeps_the_run_s_name_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    assert WandBTracker.named("run-1") == {"name": "run-1"}
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    assert WandBTracker.named("run-1") == {}
 
 
 def test_a_callback_gets_a_tracker_that_does_nothing_on_ranks_that_do_not_report(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class BuiltInTracker(GeneralTracker):
     Attributes:
         module: The module that must be installed; "" for none.
         extra: The extra of this library that installs it.
+        project_variable: The environment variable of the project, for a Trainer that names none; "" for none.
         takes_texts: Whether it logs text values.
         channels_last: Whether it takes images with the channels last.
         environment: Environment variables of its process, unless they are set.
@@ -135,6 +136,7 @@ class BuiltInTracker(GeneralTracker):
     requires_logging_directory: ClassVar[bool] = False
     module: ClassVar[str] = ""
     extra: ClassVar[str] = ""
+    project_variable: ClassVar[str] = ""
     takes_texts: ClassVar[bool] = True
     channels_last: ClassVar[bool] = False
     environment: ClassVar[Mapping[str, str]] = {}

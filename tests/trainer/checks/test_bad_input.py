@@ -728,7 +728,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "a logged matrix": (
         ConfigurationError,
-        "log('a'…takes one number…(2, 3)",
+        "log('a'…takes one number…(2, 3)…get_tracker(",
         logs("a", torch.ones(2, 3)),
     ),
     "a logged text": (ConfigurationError, "got 'x'", logs("a", "x")),
