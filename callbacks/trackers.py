@@ -12,6 +12,7 @@ import psutil
 
 from trainer_lib.checkpointing.format import layout
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import memory_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
@@ -45,7 +46,8 @@ class TrackerCallback(Callback):
 
     Args:
         tracker: The tracker's name, or a tracker object of your own class.
-        project: The project of the run; by default the name of `output_dir`.
+        project: The project of the run; by default the tracker's environment variable (`WANDB_PROJECT`), or the name of
+            `output_dir`.
         folder: The folder for trackers that write files; by default the run's folder.
         log_arguments: Whether to report the arguments.
         log_model: Whether to report the model's class and number of parameters.
@@ -126,8 +128,10 @@ class TrackerCallback(Callback):
     def on_fit_begin(self, run: Run) -> None:
         if (previous := self.release()) is not None:  # of an earlier `fit`
             previous.finish("interrupted")
+            if run.accelerator is not None:
+                run.accelerator.detach_trackers(previous)
         folder = self.folder or run.folder
-        project = self.project or _project_of(run)
+        project = self.project or _project_in_environment(self._kind) or _project_of(run)
         options = self._options
         if issubclass(self._kind, BuiltInTracker):
             if self._kind.requires_logging_directory and self.project is None:
@@ -145,6 +149,8 @@ class TrackerCallback(Callback):
             patience=self._patience,
             argument="report_to",
         )
+        if run.accelerator is not None:
+            run.accelerator.attach_trackers(self._group)
         settings = self._settings(run)
         if settings:
             self._group.store_init_configuration(settings)
@@ -165,6 +171,8 @@ class TrackerCallback(Callback):
         for callback in callbacks:
             callback.upload_artifact(run)
         groups = [group for callback in callbacks if (group := callback.release()) is not None]
+        for group in groups if run.accelerator is not None else ():
+            run.accelerator.detach_trackers(group)
         for name, points in finish_groups(groups, _outcome(run)).items():
             run.record_event("points_missing", tracker=name, points=points)
 
@@ -293,6 +301,11 @@ def _only_one(tracker: str | GeneralTracker) -> list[str | GeneralTracker]:
     if len(resolved) != 1 or tracker == "all":
         raise ConfigurationError(f"tracker must be one tracker, by name or as an object (got {tracker!r}).")
     return resolved
+
+
+def _project_in_environment(kind: type[GeneralTracker]) -> str | None:
+    name = kind.project_variable if issubclass(kind, BuiltInTracker) else ""
+    return environment.variable(name) if name else None
 
 
 def _project_of(run: Run) -> str:

@@ -97,15 +97,17 @@ def classify(weights: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(weights)
     base = AutoModelForSequenceClassification.from_pretrained(weights, num_labels=len(KINDS))
     model = PeftModel.from_pretrained(base, str(folder)).eval()
+    parameters = model.num_parameters()
+    merged = model.merge_and_unload()  # a model of transformers again, without PEFT
     size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix == ".safetensors")
-    print(f"{size / 1024:.0f} KiB of adapters over {model.num_parameters() / 1e6:.1f} million parameters")
+    print(f"{size / 1024:.0f} KiB of adapters over {parameters / 1e6:.1f} million parameters")
     texts = [
         "with open(path, encoding='utf-8') as file:",
         "This is slow, but nobody calls it often",
         "Return the mean of all values.",
     ]
     with torch.no_grad():
-        shares = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(dim=1)
+        shares = merged(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(dim=1)
     for text, row in zip(texts, shares, strict=True):
         print(f"{text:<44}" + "  ".join(f"{kind} {share:4.0%}" for kind, share in zip(KINDS, row, strict=True)))
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tests.tracking.misbehaving import Misbehaving, steps, taken
-from trainer_lib import Trainer, TrainingArguments
+from tests.worlds import run_world
+from trainer_lib import Callback, Run, Trainer, TrainingArguments
 from trainer_lib.callbacks import (
     MLflowCallback,
     TensorBoardCallback,
@@ -20,6 +21,7 @@ from trainer_lib.callbacks import (
 )
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
 from trainer_lib.tracking import Patience, register_tracker_class
+from trainer_lib.tracking.adapters.wandb import WandBTracker
 
 register_tracker_class(Misbehaving)
 QUICK = Patience(linger=0.02, call=0.5, finish=1.0, working=0.0, first_pause=0.05, longest_pause=0.2)
@@ -63,6 +65,58 @@ def test_a_tracker_gets_the_whole_run(tmp_path: Path) -> None:
     assert "model.safetensors" in names
     assert not any(name.startswith(("optimizer", "manifest", "random", "engine")) for name in names)
     assert records[-1] == {"finished": "finished"}
+
+
+class Describes(Callback):
+    """Logs to the tracker itself what `run.log` does not take, and nothing more once it is gone."""
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        tracker = run.accelerator.get_tracker("misbehaving")
+        tracker.log({"note": f"after step {run.state.step}"}, step=run.state.step)
+        tracker.log_images({"weights": torch.zeros(1, 4, 4)}, step=run.state.step)
+
+
+def test_a_callback_gets_the_tracker_by_name_while_the_run_lasts(tmp_path: Path) -> None:
+    model_trainer = trainer([callback(tmp_path / "taken"), Describes()])
+    model_trainer.fit()
+    notes = [(record["step"], record["note"]) for record in taken(tmp_path / "taken") if "note" in record]
+    assert notes == [(4, "after step 4"), (8, "after step 8")]
+    assert model_trainer.accelerator.trackers == []
+    with pytest.raises(ConfigurationError, match=r"no tracker 'misbehaving'.*TrainingArguments\(report_to='misb"):
+        model_trainer.accelerator.get_tracker("misbehaving")
+
+
+def test_the_project_is_the_given_one_or_that_of_the_environment_or_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def project(**options: Any) -> str:
+        path = tmp_path / f"taken-{len(list(tmp_path.iterdir()))}"
+        trainer([callback(path, **options)], tmp_path / "digits", max_steps=1).fit()
+        (started,) = [record["project"] for record in taken(path) if "started" in record]
+        return started
+
+    assert project() == "digits"
+    monkeypatch.setattr(Misbehaving, "project_variable", WandBTracker.project_variable)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert project() == "mine"
+    assert project(project="given") == "given"
+
+
+def test_w_and_b_keeps_the_run_s_name_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    assert WandBTracker.named("run-1") == {"name": "run-1"}
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    assert WandBTracker.named("run-1") == {}
+
+
+def test_a_callback_gets_a_tracker_that_does_nothing_on_ranks_that_do_not_report(tmp_path: Path) -> None:
+    def body() -> None:
+        trainer([callback(tmp_path / "taken"), Describes()]).fit()
+
+    run_world(body, num_processes=2)
+    notes = [record["note"] for record in taken(tmp_path / "taken") if "note" in record]
+    assert notes == ["after step 4", "after step 8"]
+    assert sum("shapes" in record for record in taken(tmp_path / "taken")) == 2
 
 
 def test_a_resumed_run_continues_the_tracker_s_run(tmp_path: Path) -> None:

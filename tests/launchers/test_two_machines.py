@@ -135,7 +135,7 @@ def test_a_machine_that_was_cut_off_comes_back_and_the_run_continues(machines: l
         ip("-n", cut_off.name, "link", "set", cut_off.device, "up")
         wait_until(lambda: all(launcher.poll() is not None for launcher in launchers), logs)
     assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(log.read_text() for log in logs)
-    assert "going on at step" in logs[0].read_text() + logs[1].read_text()
+    assert "resumed at step" in logs[0].read_text() + logs[1].read_text()
     (whole, _) = run_world(uninterrupted, (), 2, timeout=60)
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(whole))
     assert len(list((tmp_path / "runs").iterdir())) == 1  # a single run

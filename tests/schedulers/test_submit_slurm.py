@@ -216,7 +216,7 @@ def test_an_interrupted_job_is_requeued_and_ends_with_the_same_numbers(
     log = (tmp_path / "slurm_jobs" / f"train-{job}.log").read_text()
     assert state == "COMPLETED", log
     assert slurm.field(job, "Restarts") == "1"
-    assert re.search("going on at step [78]", log), log
+    assert re.search("resumed at step [78]", log), log
     (whole, _) = run_world(uninterrupted, (), 2, timeout=200)
     result: Any = json.loads((tmp_path / "result.json").read_text())
     assert result == json.loads(json.dumps(whole))

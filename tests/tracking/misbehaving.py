@@ -17,7 +17,7 @@ class Misbehaving(BuiltInTracker):
 
     def __init__(self, run_name: str, path: str, how: str = "", apart: bool = False, token: str = "") -> None:
         super().__init__()
-        self.path, self.how, self.token = Path(path), how, token
+        self.path, self.how, self.token, self.project = Path(path), how, token, run_name
 
     @classmethod
     def runs_apart(cls, **options: Any) -> bool:
@@ -33,7 +33,7 @@ class Misbehaving(BuiltInTracker):
 
     def start(self) -> None:
         self._do("start")
-        self._write({"started": self.token})
+        self._write({"started": self.token, "project": self.project})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._write({"settings": values})

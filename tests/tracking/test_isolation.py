@@ -228,7 +228,8 @@ def test_the_replay_command_sends_kept_values(tmp_path: Path, capsys: pytest.Cap
     assert main(["track", "replay", str(tmp_path)]) == 0
     assert "misbehaving: 4 entries are sent" in capsys.readouterr().out
     calls = taken(tmp_path / "taken")
-    assert calls[:2] == [{"started": "t"}, {"settings": {"learning_rate": 0.1, "api_key": "***"}}]
+    assert calls[0] == {"started": "t", "project": "project"}
+    assert calls[1] == {"settings": {"learning_rate": 0.1, "api_key": "***"}}
     assert steps(tmp_path / "taken") == [0, 1, 2]
     assert not list((tmp_path / "spool").glob("*.jsonl"))
     assert main(["track", "replay", str(tmp_path / "nowhere")]) == 2

@@ -168,6 +168,6 @@ def test_the_main_process_reports_and_others_do_nothing(tmp_path: Path) -> None:
         return accelerator.process_index, count, len(everywhere.run), type(blank).__name__
 
     everywhere = Everywhere("e")
-    assert run_world(train, (), 2, timeout=60) == [(0, 3, 1, "TrackerHandle"), (1, 1, 1, "GeneralTracker")]
+    assert run_world(train, (), 2, timeout=60) == [(0, 3, 1, "TrackerHandle"), (1, 1, 1, "SilentTracker")]
     lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
     assert [(line["step"], line.get("rank")) for line in lines] == [(1, 0), (2, None)]

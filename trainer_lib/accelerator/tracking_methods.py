@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
-from trainer_lib.tracking.base import GeneralTracker
+from trainer_lib.tracking.base import GeneralTracker, SilentTracker
 from trainer_lib.tracking.registry import installed_trackers, names_of, tracker_class
 
 if TYPE_CHECKING:
@@ -19,11 +19,16 @@ class TrackingMethods(CollectiveMethods):
     project_configuration: ProjectConfiguration
     log_with: list[str | GeneralTracker]
     _trackers: "TrackerGroup | None" = None
+    _attached: "tuple[TrackerGroup, ...]" = ()  # of the callbacks of a Trainer
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers of this rank; empty before `init_trackers`."""
-        return [] if self._trackers is None else self._trackers.trackers
+        """The trackers of this rank: those of `init_trackers`, and while a Trainer's `fit` runs those of its run."""
+        return [tracker for group in self._groups for tracker in group.trackers]
+
+    @property
+    def _groups(self) -> "list[TrackerGroup]":
+        return [*([] if self._trackers is None else [self._trackers]), *self._attached]
 
     def init_trackers(
         self,
@@ -73,15 +78,15 @@ class TrackingMethods(CollectiveMethods):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values of a step to all trackers, without waiting for them; before `init_trackers`, do nothing.
+        """Log values of a step to all trackers, without waiting for them; if there are none, do nothing.
 
         Args:
             values: Numbers, tensors of one element, texts, or dictionaries of these.
             step: The step.
             log_kwargs: Further arguments of the trackers' `log`, by tracker name.
         """
-        if self._trackers is not None:
-            self._trackers.log(values, step, log_kwargs)
+        for group in self._groups:
+            group.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker with this name, or with `unwrap` its library's own object.
@@ -89,18 +94,34 @@ class TrackingMethods(CollectiveMethods):
         If a tracker runs in a child process, the unwrapped object forwards calls to it and returns nothing. On ranks
         that do not log, you get a tracker that does nothing.
 
+        In a callback of a Trainer, `run.accelerator.get_tracker("wandb")` is a tracker of the run.
+
         Raises:
-            ConfigurationError: If `log_with` has no such tracker.
+            ConfigurationError: If there is no such tracker.
         """
         tracker = next((tracker for tracker in self.trackers if tracker.name == name), None)
         if tracker is not None:
             return tracker.tracker if unwrap else tracker
-        known = names_of(self.log_with)
+        attached = [known for group in self._attached for known in group.names]
+        known = [*names_of(self.log_with), *attached]
+        if not known:
+            raise ConfigurationError(
+                f"There is no tracker {name!r}, nor any other. Give Accelerator(log_with={name!r}); in a Trainer give "
+                f"TrainingArguments(report_to={name!r}), and take the tracker while fit runs, in a callback."
+            )
         if name not in known:
             raise ConfigurationError(unknown("tracker", name, known))
-        if self._trackers is None:
+        if self._trackers is None and name not in attached:
             raise ConfigurationError(f"The tracker {name} has not started. Call init_trackers first.")
-        return GeneralTracker(_blank=True)
+        return SilentTracker(name)
+
+    def attach_trackers(self, group: "TrackerGroup") -> None:
+        """Let `log` and `get_tracker` use trackers that a callback starts and finishes, until `detach_trackers`."""
+        self._attached = (*self._attached, group)
+
+    def detach_trackers(self, group: "TrackerGroup") -> None:
+        """Forget the trackers of a callback."""
+        self._attached = tuple(other for other in self._attached if other is not group)
 
     def _finish_trackers(self) -> None:
         if self._trackers is not None:

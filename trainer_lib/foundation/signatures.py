@@ -24,3 +24,30 @@ class ConstructorSignature:
             raise AttributeError("__signature__")
         signature = inspect.signature(owner.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty)
+
+
+def cannot_take(function: Any, *arguments: str) -> str | None:
+    """Return why a function cannot take these positional arguments; `None` if it can, or has no signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it is not a Python function
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return f"{signature} does not fit: {error}"
+    return None
+
+
+def function_name(function: Any) -> str:
+    """Return what an error calls a function before its signature; nothing for a lambda."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return "" if name == "<lambda>" else name
+
+
+def takes_targets_first(function: Any) -> bool:
+    """Whether a function names its first arguments `y_true, y_pred`, as those of scikit-learn and Keras do."""
+    try:
+        return list(inspect.signature(function).parameters)[:2] == ["y_true", "y_pred"]
+    except (TypeError, ValueError):  # it is not a Python function
+        return False

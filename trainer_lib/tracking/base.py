@@ -99,12 +99,34 @@ class GeneralTracker:
         """Finish; no call follows."""
 
 
+class SilentTracker(GeneralTracker):
+    """A tracker that does nothing, on ranks that do not report: it takes any method of any tracker."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> "SilentTracker":
+        """Itself."""
+        return self
+
+    def __getattr__(self, name: str) -> "SilentTracker":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
 class BuiltInTracker(GeneralTracker):
     """The base class of the shipped trackers, which get plain Python values with flat names.
 
     Attributes:
         module: The module that must be installed; "" for none.
         extra: The extra of this library that installs it.
+        project_variable: The environment variable of the project, for a Trainer that names none; "" for none.
         takes_texts: Whether it logs text values.
         channels_last: Whether it takes images with the channels last.
         environment: Environment variables of its process, unless they are set.
@@ -114,6 +136,7 @@ class BuiltInTracker(GeneralTracker):
     requires_logging_directory: ClassVar[bool] = False
     module: ClassVar[str] = ""
     extra: ClassVar[str] = ""
+    project_variable: ClassVar[str] = ""
     takes_texts: ClassVar[bool] = True
     channels_last: ClassVar[bool] = False
     environment: ClassVar[Mapping[str, str]] = {}

@@ -163,6 +163,9 @@ class RemoteObject:
 class TrackerGroup:
     """The trackers of a run.
 
+    Attributes:
+        names: The names of the trackers, on ranks that do not report too.
+
     Args:
         wanted: Names, "all" and tracker objects.
         project: The project of the run.
@@ -208,6 +211,7 @@ class TrackerGroup:
         self._options = dict(options or {})
         check_options(self._options, trackers)
         plans = [self._plan(tracker) for tracker in trackers]  # all are checked before the first starts
+        self.names: list[str] = [name for name, *_ in plans]
         is_main = is_main_process()
         for name, kind, delivery, header in plans:
             if is_main or not kind.main_process_only:

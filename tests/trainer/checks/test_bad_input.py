@@ -30,6 +30,7 @@ from trainer_lib.foundation.errors import (
 from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.state import PartialState
+from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
 
 INPUTS, CLASSES = torch.randn(16, 4), torch.randint(0, 2, (16,))
 DATA = (INPUTS, CLASSES)
@@ -87,6 +88,11 @@ def trainer(model: Any = None, kind: Any = Trainer, **options: Any) -> Any:
 def trainer_class(**methods: Any) -> type[Trainer]:
     """Return a subclass of Trainer with these methods."""
     return type("Own", (Trainer,), methods)
+
+
+def own(y_true: Tensor, y_pred: Tensor) -> Tensor:
+    """Return what a function of scikit-learn or Keras does."""
+    return (y_true == y_pred).float()
 
 
 class Touched:
@@ -241,6 +247,26 @@ CONSTRUCTED: dict[str, tuple[type[TrainerLibError], str, Callable[[], Any]]] = {
         "'acuracy'…accuracy…Did you mean 'accuracy'",
         lambda: trainer(eval_dataset=DATA, metrics=["acuracy"]),
     ),
+    "a metric of one argument": (
+        SignatureError,
+        "The metric 'f1' is called with predictions and labels…(prediction) does not fit…compute_metrics",
+        lambda: trainer(eval_dataset=DATA, metrics={"f1": lambda prediction: 1.0}),
+    ),
+    "a metric that takes the labels first": (
+        SignatureError,
+        "own takes the labels first (y_true, y_pred)…own(prediction.label_ids, prediction.predictions)",
+        lambda: trainer(eval_dataset=DATA, metrics={"own": own}),
+    ),
+    "compute_metrics of three": (
+        SignatureError,
+        "compute_metrics is called with one argument…(p, labels, more) does not fit",
+        lambda: trainer(eval_dataset=DATA, compute_metrics=lambda p, labels, more: {}),
+    ),
+    "a loss that takes the targets first": (
+        SignatureError,
+        "loss_fn(outputs, targets), but own takes the targets first (y_true, y_pred)",
+        lambda: trainer(loss_fn=own),
+    ),
     "a metric's class": (ConfigurationError, "Give an object", lambda: trainer(eval_dataset=DATA, metrics=[nn.Linear])),
     "no function": (ConfigurationError, "function, got a int", lambda: trainer(eval_dataset=DATA, compute_metrics=3)),
     "metrics of no set": (
@@ -316,6 +342,11 @@ def meta() -> nn.Module:
 
 
 BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
+    "a global batch of a loader with other batches": (
+        ConfigurationError,
+        "global_batch_size=16…per_device_train_batch_size=8…have 4. Give per_device_train_batch_size=4",
+        {"train_dataset": lambda: DataLoader(TensorDataset(*DATA), batch_size=4), "global_batch_size": 16},
+    ),
     "no data": (ConfigurationError, "fit() needs data", {"train_dataset": None}),
     "an empty list": (ConfigurationError, "train_dataset is empty", {"train_dataset": []}),
     "an empty tuple": (ConfigurationError, "train_dataset is empty", {"train_dataset": ()}),
@@ -551,6 +582,11 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         "'X'…Did you mean 'x'",
         {"model": Head, "train_dataset": {"X": INPUTS, "labels": CLASSES}},
     ),
+    "another name for what the model takes": (
+        ConfigurationError,
+        "'image'…Head.forward does not take…x, labels, and 'x' is missing. Rename the fields",
+        {"model": Head, "train_dataset": {"image": INPUTS, "labels": CLASSES}},
+    ),
     "a name that is missing": (
         ConfigurationError,
         "Masked.forward needs 'mask'…the batch has 'x'",
@@ -563,7 +599,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "a value too many": (
         ConfigurationError,
-        "2 values for Linear.forward…loss_fn=",
+        "2 values for Linear.forward, which takes input, and there is no loss_fn. If the last value…cross_entropy)",
         {"loss_fn": None},
     ),
     "a model without a loss": (
@@ -692,7 +728,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "a logged matrix": (
         ConfigurationError,
-        "log('a'…takes one number…(2, 3)",
+        "log('a'…takes one number…(2, 3)…get_tracker(",
         logs("a", torch.ones(2, 3)),
     ),
     "a logged text": (ConfigurationError, "got 'x'", logs("a", "x")),
@@ -760,11 +796,41 @@ def test_an_error_of_the_model_itself_keeps_its_type_and_tells_shapes_and_types(
     assert "astype('float32')" in note
 
 
+def test_a_global_batch_that_the_processes_cannot_share_names_one_that_they_can() -> None:
+    options = arguments(global_batch_size=32, per_device_train_batch_size=32)
+    words = "global_batch_size=32 is no multiple…32 × 2 processes = 64. Give 64 or another multiple"
+    refused(ConfigurationError, words, lambda: accumulation_steps(options, num_processes=2))
+
+
 def test_an_error_of_a_metric_tells_which() -> None:
     model_trainer = trainer(metrics={"worse": lambda predictions, labels: 1 / 0}, eval_dataset=DATA)
     with pytest.raises(ZeroDivisionError) as caught:
         model_trainer.evaluate()
-    assert caught.value.__notes__ == ["In the metric 'worse', in batch 1 of the evaluation."]
+    assert caught.value.__notes__ == [
+        "In the metric 'worse', in batch 1 of the evaluation, with predictions (8, 2) float32 and labels (8,) int64."
+    ]
+
+
+def test_an_error_of_compute_metrics_tells_what_it_was_given() -> None:
+    model_trainer = trainer(compute_metrics=lambda prediction: 1 / 0, eval_dataset=DATA)
+    with pytest.raises(ZeroDivisionError) as caught:
+        model_trainer.evaluate()
+    assert caught.value.__notes__ == [
+        "In compute_metrics, with predictions (16, 2) float32 and labels (16,) int64, as NumPy arrays."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "hint"),
+    [
+        ((torch.zeros(8, 1, 4, 4, dtype=torch.uint8), CLASSES[:8]), "uint8 become float32 by .float() / 255"),
+        ((CLASSES[:8], torch.zeros(8, 1, 4, 4)), "last value of a batch is the target: return (inputs, targets)"),
+    ],
+)
+def test_a_batch_that_the_model_cannot_compute_has_a_hint(samples: tuple[Tensor, Tensor], hint: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        trainer(nn.Conv2d(1, 2, 3), train_dataset=samples).fit()
+    assert hint in caught.value.__notes__[0]
 
 
 # -- while it runs, and never silently -------------------------------------------------------------------------------

@@ -107,6 +107,13 @@ def test_a_constructor_called_as_elsewhere_names_each_argument() -> None:
     assert "got a str" in refused(lambda: MAKE(network(), accelerator="gpu"), ConfigurationError)
 
 
+def test_the_device_and_adapters_are_given_otherwise() -> None:
+    told = refused(lambda: arguments(device="cuda"), ConfigurationError)
+    assert told.endswith("Did you mean 'use_cpu'?")
+    told = refused(lambda: MAKE(network(), peft_config=None))
+    assert told.endswith("That is model=get_peft_model(model, peft_config) here.")
+
+
 def test_an_argument_without_a_near_name_lists_the_three_nearest() -> None:
     message = refused(lambda: MAKE(network(), TrainingArguments(zzz=1)), ConfigurationError)  # type: ignore[call-arg]
     assert f"help(TrainingArguments) lists all {len(settings(TrainingArguments))}." in message

@@ -135,6 +135,7 @@ def test_reading_columns_gives_the_same_batch_as_collating_samples() -> None:
             r"The samples cannot be collated: the shapes differ \(\(2,\) and \(3,\)\)",
         ),
         ([{"ids": [1]}, {"ids": [1, 2]}], r"field 'ids' cannot .* the lengths differ \(1 and 2\)\. Pass collate_fn"),
+        ([{"input_ids": [1]}, {"input_ids": [1, 2]}], r"lengths differ .* A tokenizer given as processing_class pads"),
         ([({"a": [[1]]}, 1), ({"a": [[1], [2]]}, 1)], r"field '0\.a' cannot .*lengths differ"),
         ([(1, 2), (1,)], r"The samples cannot .*lengths differ \(2 and 1\)"),
         ([{"a": 1}, {"a": None}], r"field 'a' cannot .*the types differ \(int and NoneType\)"),

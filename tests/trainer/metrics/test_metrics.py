@@ -141,6 +141,21 @@ class TestFunctions:
         with pytest.raises(ConfigurationError, match=r"'odd'|odd returned"):
             bench.evaluate({"": bench.set(dataset(3), {"odd": lambda predictions, labels: value})})
 
+    def test_a_number_that_is_no_mean_over_rows_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        bench = Bench(compared(torch.zeros(0), torch.zeros(0)))
+        metrics = {
+            "spread": lambda predictions, labels: predictions.std(),
+            "mean": lambda predictions, labels: predictions.mean(),
+            "rows": lambda predictions, labels: predictions.square(),
+        }
+        values = torch.tensor([0.0, 1.0, 5.0, 9.0] * 3)
+        sets = {"": bench.set(TensorDataset(values, values), metrics)}
+        for _ in range(2):
+            bench.evaluate(sets)
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert message.startswith("The metric 'spread' is not a mean over rows: it is 4.113 for a batch of 4 rows, and")
+        assert "compute_metrics" in message
+
     def test_different_names_on_different_ranks_are_an_error(self) -> None:
         def body() -> str:
             bench = Bench()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.process_group import LoneProcess
+from trainer_lib.trainer.metrics.running_means import RunningMeans
 
 
 def confidence(predictions: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -43,6 +46,14 @@ def test_two_processes_measure_what_one_would_of_uneven_data() -> None:
     for means in run_world(logged, (19,), 2, timeout=60):  # updates of 8, 8 and 3 samples
         assert means[0] == pytest.approx(expected(0, 16, 19), rel=1e-6)
         assert means[1] == pytest.approx(expected(16, 19, 19), rel=1e-6)
+
+
+def test_a_number_of_numpy_is_logged_as_any_other() -> None:
+    means = RunningMeans(LoneProcess(), torch.device("cpu"))
+    values: list[Any] = [np.float32(0.5), np.int64(1), 1.5]
+    for value in values:
+        means.add("value", value)
+    assert means.collect() == {"value": 1.0}
 
 
 def test_metrics_that_are_not_means_are_refused() -> None:

@@ -71,7 +71,7 @@ def test_with_another_global_batch_schedule_and_end_follow_the_samples(
 ) -> None:
     result = small(at(run, step), per_device_train_batch_size=batch)
     assert (result.state.step, result.state.epoch, result.state.samples) == (steps, 2, 80)
-    assert f"{steps} steps, {length} an epoch, 2 epochs, going on at step {step}" in capsys.readouterr().err
+    assert f"{steps} steps, {length} an epoch, 2 epochs, resumed at step {step}" in capsys.readouterr().err
     made = rates(result)
     for number in range(step + 1, steps + 1):
         # The rate in force once the update is made.
@@ -252,7 +252,7 @@ def uninterrupted() -> list[Any]:
 def test_a_killed_rank_under_the_launcher_goes_on_to_the_bit(tmp_path: Path) -> None:
     ended = run_launched(SCRIPT, tmp_path, str(tmp_path / "killed"), options=["--max_restarts", "2"])
     assert ended.returncode == 0, ended.stderr
-    assert re.search("going on at step [246]", ended.stderr)  # what was being written was lost with the rank
+    assert re.search("resumed at step [246]", ended.stderr)  # what was being written was lost with the rank
     (whole, _) = run_world(uninterrupted, (), 2, timeout=60)
     assert json.loads((tmp_path / "killed.json").read_text()) == json.loads(json.dumps(whole))
     assert len(list((tmp_path / "killed").iterdir())) == 1  # a single run

@@ -27,6 +27,7 @@ class WandBTracker(VendorTracker):
     online_modes: ClassVar[tuple[str, ...]] = ("online", "shared")
     mode_variable: ClassVar[str] = "WANDB_MODE"
     key_variable: ClassVar[str] = "WANDB_API_KEY"
+    project_variable: ClassVar[str] = "WANDB_PROJECT"
     without_key: ClassVar[str] = (
         "The tracker wandb has no key. Set WANDB_API_KEY, or run `wandb login`. Without a network, set "
         "WANDB_MODE=offline or give WandbCallback(mode='offline'): `wandb sync` sends the files later."
@@ -47,6 +48,11 @@ class WandBTracker(VendorTracker):
             return netrc.netrc(file or str(Path("~/.netrc").expanduser())).authenticators(host) is not None
         except (OSError, netrc.NetrcParseError):
             return False
+
+    @classmethod
+    def named(cls, run_name: str) -> dict[str, Any]:
+        """Return the options that set the run's name; `WANDB_NAME` overrides it."""
+        return {} if environment.variable("WANDB_NAME") else super().named(run_name)
 
     @classmethod
     def with_folder(cls, folder: Path, options: dict[str, Any]) -> dict[str, Any]:

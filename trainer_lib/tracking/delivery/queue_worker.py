@@ -299,7 +299,8 @@ class Worker:
         if name not in self._refused:
             self._refused.add(name)
             _logger.warning(
-                "The tracker %s does not support %s, which is %s: the value is left out.", self.name, name, description,
+                "The tracker %s does not support %s, which is %s: the value is left out. log takes numbers and texts; "
+                "images and tables go by log_images and log_table.", self.name, name, description,
                 main_process_only=False,
             )  # fmt: skip
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
+from trainer_lib.foundation.signatures import cannot_take, function_name, takes_targets_first
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_calls import check_overrides
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
@@ -161,8 +162,13 @@ def check_loss_function(loss_fn: Any) -> None:
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     if (problem := cannot_take(function, "outputs", "targets")) is not None:
         raise SignatureError(
-            f"loss_fn is called as loss_fn(outputs, targets), but {_name_of(loss_fn)}{problem}. To pass it other "
+            f"loss_fn is called as loss_fn(outputs, targets), but {function_name(loss_fn)}{problem}. To pass it other "
             "arguments, override compute_loss(model, batch)."
+        )
+    if takes_targets_first(function):
+        raise SignatureError(
+            f"loss_fn is called as loss_fn(outputs, targets), but {function_name(loss_fn)} takes the targets first "
+            "(y_true, y_pred). Give loss_fn=lambda outputs, targets: …, with the order that it takes."
         )
     summed(loss_fn)
 
@@ -179,7 +185,7 @@ def check_collate(collate_fn: Any) -> None:
         )
     if collate_fn is not None and (problem := cannot_take(collate_fn, "samples")) is not None:
         raise SignatureError(
-            f"collate_fn is called with a list of samples, but {_name_of(collate_fn)}{problem}. Bind its other "
+            f"collate_fn is called with a list of samples, but {function_name(collate_fn)}{problem}. Bind its other "
             "arguments by functools.partial."
         )
 
@@ -208,8 +214,8 @@ def check_optimizer(optimizer: Any) -> None:
             and (problem := cannot_take(candidate, "parameters"))
         ):
             raise SignatureError(
-                f"{_option('optimizer', name)} is called with the parameters, but {_name_of(candidate)}{problem}. Give "
-                "lambda parameters: ….",
+                f"{_option('optimizer', name)} is called with the parameters, but {function_name(candidate)}{problem}. "
+                "Give lambda parameters: ….",
             )
 
 
@@ -237,8 +243,8 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
             )
         elif (problem := cannot_take(schedule, "optimizer")) is not None:
             raise SignatureError(
-                f"{option} is called with the optimizer, but {_name_of(schedule)}{problem}. Give lambda optimizer: "
-                f"{getattr(schedule, '__name__', 'make')}(optimizer, …).",
+                f"{option} is called with the optimizer, but {function_name(schedule)}{problem}. Give "
+                f"lambda optimizer: {getattr(schedule, '__name__', 'make')}(optimizer, …).",
             )
 
 
@@ -299,24 +305,6 @@ def check_processing_class(processing_class: Any) -> None:
             f"processing_class must be a tokenizer or processor, got {name!r}. Load it first, such as "
             "AutoTokenizer.from_pretrained(…)."
         )
-
-
-def cannot_take(function: Any, *arguments: str) -> str | None:
-    """Return why a function cannot take these positional arguments; `None` if it can, or has no signature."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it is not a Python function
-        return None
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        return f"{signature} does not fit: {error}"
-    return None
-
-
-def _name_of(function: Any) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    return "" if name == "<lambda>" else name
 
 
 def _instead(name: str, known: Sequence[str]) -> str:

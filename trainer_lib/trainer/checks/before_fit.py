@@ -64,6 +64,7 @@ def train_loader(trainer: TrainerInterface) -> DataLoader[Any]:
     group = trainer.accelerator.group
     with raise_on_all_ranks(group, "train_dataloader"):
         loader = checked_loader("train_dataloader", trainer.train_dataloader())
+    _check_global_batch_size(trainer, loader)
     check_can_leave_out(trainer.args, loader, "train_dataset")
     if trainer.args.seed_each_sample:
         check_can_seed(loader)
@@ -71,6 +72,20 @@ def train_loader(trainer: TrainerInterface) -> DataLoader[Any]:
     facts = {"the samples to train on": None if is_stream else length_of(loader.dataset)}
     check_same_on_all_ranks(group, facts if is_stream else facts | _order(loader))
     return loader
+
+
+def _check_global_batch_size(trainer: TrainerInterface, loader: DataLoader[Any]) -> None:
+    args, accelerator = trainer.args, trainer.accelerator
+    size = loader.batch_size
+    if args.global_batch_size is None or size is None or accelerator.split_batches:
+        return
+    counted = args.train_batch_size_for(accelerator.data_group.size)
+    if size != counted:
+        raise ConfigurationError(
+            f"global_batch_size={args.global_batch_size} counts batches of per_device_train_batch_size={counted} "
+            f"samples, and those of the DataLoader have {size}. Give per_device_train_batch_size={size}, or the "
+            "dataset instead of the DataLoader."
+        )
 
 
 def eval_loaders(trainer: TrainerInterface, data: Any, option: str, is_one: bool = False) -> dict[str, DataLoader[Any]]:

@@ -138,6 +138,7 @@ RENAMED: dict[str, str] = {
     "n_epochs": "num_train_epochs",
     "num_train_steps": "max_steps",
     "total_steps": "max_steps",
+    "device": "use_cpu",
 }
 
 # Constructor arguments of other trainers, and their names here.
@@ -169,6 +170,7 @@ CONSTRUCTOR: dict[str, str] = {
     "strategy": "TrainingArguments(fsdp=True) or TrainingArguments(ddp=…); several processes use DDP by default",
     "plugins": "accelerator=Accelerator(kwargs_handlers=[…])",
     "model_init": "a model: trials of search() start from a copy of it",
+    "peft_config": "model=get_peft_model(model, peft_config)",
     "preprocess_logits_for_metrics": "evaluation_step(model, batch), which a subclass overrides",
 }
 
@@ -197,6 +199,7 @@ MEMBERS: dict[str, str] = {
     "save": "save_model(folder)",
     "save_pretrained": "save_model(folder)",
     "load_checkpoint": "fit(resume=folder), or Trainer.from_checkpoint(folder, model)",
+    "load_state": "fit(resume=folder), or Trainer.from_checkpoint(folder, model)",
     "create_model_card": "model_card()",
     "log_metrics": "log(name, value)",
     "save_metrics": "fit().metrics, and history.jsonl in the folder of the run",

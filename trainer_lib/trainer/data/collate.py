@@ -18,6 +18,7 @@ from trainer_lib.trainer.data.datasets import RowSelection
 
 _LABELS = ("labels", "label", "label_ids")
 _FIX = "Pass collate_fn, a function from a list of samples to a batch"
+_TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 
 Path = tuple[str | int, ...]
 
@@ -144,7 +145,7 @@ def _leaf(make: Any, values: Sequence[Any], path: Path) -> Any:
     try:
         return make(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"{_field(path)} cannot be collated: {_difference(values, error)}. {_FIX}.") from error
+        raise _not_alike(values, path, error) from error
 
 
 def _mapping(values: Sequence[Mapping[Any, Any]], path: Path) -> Any:
@@ -197,8 +198,13 @@ def _columns(values: Sequence[Any], path: Path) -> list[Any]:
     try:
         columns = list(zip(*values, strict=True))
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{_field(path)} cannot be collated: {_difference(values, error)}. {_FIX}.") from error
+        raise _not_alike(values, path, error) from error
     return [_collate(column, (*path, index)) for index, column in enumerate(columns)]
+
+
+def _not_alike(values: Sequence[Any], path: Path, error: Exception) -> ConfigurationError:
+    pads = " A tokenizer given as processing_class pads token ids." if path and path[-1] in _TOKENS else ""
+    return ConfigurationError(f"{_field(path)} cannot be collated: {_difference(values, error)}. {_FIX}.{pads}")
 
 
 def _field(path: Path) -> str:

@@ -203,7 +203,7 @@ class Evaluator:
             batches += 1
             for part in parts:
                 for metric in local:
-                    with _naming(metric, name, batches):
+                    with _naming(metric, name, batches, part):
                         metric.update(part)
             gatherer.add(parts)
         is_interrupted = self._batches.is_interrupted
@@ -282,11 +282,16 @@ class _RankReport(NamedTuple):
 
 
 @contextmanager
-def _naming(metric: Metric, of_set: str, batch: int) -> Generator[None]:
+def _naming(metric: Metric, of_set: str, batch: int, output: EvaluationOutput) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"In the metric {metric.name!r}, in batch {batch} of {_set_label(of_set)}.")
+        from trainer_lib.trainer.safety.error_context import described
+
+        error.add_note(
+            f"In the metric {metric.name!r}, in batch {batch} of {_set_label(of_set)}, with predictions "
+            f"{described(output.predictions)} and labels {described(output.labels)}."
+        )
         raise
 
 

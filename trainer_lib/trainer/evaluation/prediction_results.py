@@ -157,7 +157,16 @@ def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dic
         ConfigurationError: If it returns something else.
     """
     takes_two = _required(function) == 2
-    values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
+    try:
+        values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
+    except Exception as error:
+        from trainer_lib.trainer.safety.error_context import described
+
+        error.add_note(
+            f"In compute_metrics, with predictions {described(predictions)} and labels {described(labels)}, as NumPy "
+            "arrays."
+        )
+        raise
     if not isinstance(values, Mapping):
         raise ConfigurationError(
             f'compute_metrics returned a {type(values).__name__}. Return numbers by name, such as {{"accuracy": 0.9}}.'

@@ -88,7 +88,8 @@ def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
     if rest or not steps:
         raise ConfigurationError(
             f"global_batch_size={args.global_batch_size} is no multiple of per_device_train_batch_size="
-            f"{of_process} × {num_processes} processes = {of_round}."
+            f"{of_process} × {num_processes} processes = {of_round}. Give "
+            f"{of_round * max(steps, 1)} or another multiple of it, or another per_device_train_batch_size."
         )
     return steps
 

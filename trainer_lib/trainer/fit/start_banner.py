@@ -142,7 +142,7 @@ def _length(context: FitContext) -> str:
     if args.time_limit is not None:
         parts.append(f"at most {args.time_limit:g} s")
     if state.step:
-        parts.append(f"going on at step {state.step}")
+        parts.append(f"resumed at step {state.step}")
     return ", ".join(parts)
 
 

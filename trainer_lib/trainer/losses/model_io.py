@@ -125,7 +125,19 @@ def check_names(model: nn.Module, batch: Any) -> None:
     fields = list(named)
     known, takes_any = _parameters_taken(model)
     extra = [] if takes_any else [name for name in fields if name not in known]
+    missing = [
+        name
+        for name, parameter in known.items()
+        if parameter is not None and parameter.default is parameter.empty and name not in fields
+    ]
     forward = f"{type(model).__name__}.forward"
+    if extra and missing:
+        raise ConfigurationError(
+            f"The batch has {', '.join(map(repr, extra))}, which {forward} does not take. It takes: "
+            f"{', '.join(known)}, and {', '.join(map(repr, missing))} {'are' if len(missing) > 1 else 'is'} missing."
+            f"{did_you_mean(extra[0], known)} Rename the fields in the dataset (rename_column), or override "
+            "compute_loss(model, batch)."
+        )
     if extra:
         raise ConfigurationError(
             f"The batch has {', '.join(map(repr, extra))}, which {forward} does not take. It takes: "
@@ -133,11 +145,6 @@ def check_names(model: nn.Module, batch: Any) -> None:
             "(remove_columns), give TrainingArguments(remove_unused_columns=True), or override "
             "compute_loss(model, batch)."
         )
-    missing = [
-        name
-        for name, parameter in known.items()
-        if parameter is not None and parameter.default is parameter.empty and name not in fields
-    ]
     if missing:
         raise ConfigurationError(
             f"{forward} needs {', '.join(map(repr, missing))}, and the batch has "
@@ -146,8 +153,13 @@ def check_names(model: nn.Module, batch: Any) -> None:
         )
 
 
-def check_values(model: nn.Module, inputs: Any) -> None:
+def check_values(model: nn.Module, inputs: Any, has_loss_fn: bool) -> None:
     """Check that a model takes as many values as a batch without names has.
+
+    Args:
+        model: The user's model.
+        inputs: What the model is called with.
+        has_loss_fn: Whether there is a `loss_fn`, which got the last value of the batch.
 
     Raises:
         ConfigurationError: If the numbers differ.
@@ -155,16 +167,32 @@ def check_values(model: nn.Module, inputs: Any) -> None:
     if as_mapping(inputs) is not None:
         return
     values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    if (problem := _cannot_bind(model, values)) is None:
+        return
+    known, _ = _parameters_taken(model)
+    told = (
+        f"The batch has {len(values)} value{'s' * (len(values) != 1)} for {type(model).__name__}.forward, which "
+        f"takes {', '.join(known) or 'none'}"
+    )
+    if not has_loss_fn and len(values) > 1 and _cannot_bind(model, values[:-1]) is None:
+        raise ConfigurationError(
+            f"{told}, and there is no loss_fn. If the last value is the target, give "
+            "Trainer(loss_fn=torch.nn.functional.cross_entropy), or the loss of your task; or override "
+            "compute_loss(model, batch)."
+        )
+    raise ConfigurationError(
+        f"{told}: {problem}. With Trainer(loss_fn=…) the last value of a batch is the target; without it all values "
+        "go to the model. Return matching values from the dataset, or override compute_loss(model, batch)."
+    )
+
+
+def _cannot_bind(model: nn.Module, values: Sequence[Any]) -> str | None:
+    """Return why a model's forward does not take these values by position; `None` if it does."""
     try:
         inspect.signature(model.forward).bind(*values)
     except TypeError as error:
-        known, _ = _parameters_taken(model)
-        raise ConfigurationError(
-            f"The batch has {len(values)} value{'s' * (len(values) != 1)} for {type(model).__name__}.forward, which "
-            f"takes {', '.join(known) or 'none'}: {error}. With Trainer(loss_fn=…) the last value of a batch is the "
-            "target; without it all values go to the model. Return matching values from the dataset, or override "
-            "compute_loss(model, batch)."
-        ) from None
+        return str(error)
+    return None
 
 
 def _parameters_taken(model: nn.Module) -> tuple[dict[str, inspect.Parameter | None], bool]:

@@ -121,7 +121,7 @@ class LossFunction:
     def _check(self, inputs: Any) -> None:
         if not self._is_checked:
             check_names(self._bare, inputs)
-            check_values(self._bare, inputs)
+            check_values(self._bare, inputs, has_loss_fn=True)
             self._is_checked = True
 
 
@@ -156,7 +156,7 @@ class ModelLoss:
         """Return the outputs of a model, and its loss if there is one."""
         if not self._is_checked:
             check_names(self._bare, batch)
-            check_values(self._bare, batch)
+            check_values(self._bare, batch, has_loss_fn=False)
             self._count(batch)  # the first count may run the model, which has to be before its forward
             self._is_checked = True
         if self._check_mean is not None and not self._check_mean.is_done:

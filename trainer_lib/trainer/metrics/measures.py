@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
+from trainer_lib.foundation.signatures import cannot_take, function_name
 from trainer_lib.trainer.evaluation.outputs import Metric
 from trainer_lib.trainer.metrics.metric_spec import as_metrics
 
@@ -20,6 +21,7 @@ def measures_by_set(names: Sequence[str], metrics: Any, compute_metrics: Any) ->
 
     Raises:
         ConfigurationError: If metrics are given for an unknown set, or a metric is invalid.
+        SignatureError: If a function takes other arguments.
     """
     if isinstance(compute_metrics, Mapping):
         foreign = [name for name in compute_metrics if name not in names]
@@ -30,12 +32,24 @@ def measures_by_set(names: Sequence[str], metrics: Any, compute_metrics: Any) ->
             )
     elif compute_metrics is not None and not callable(compute_metrics):
         raise ConfigurationError(f"compute_metrics must be a function, got a {type(compute_metrics).__name__}.")
+    for function in compute_metrics.values() if isinstance(compute_metrics, Mapping) else [compute_metrics]:
+        _check_compute_metrics(function)
     differs = _is_by_set(metrics, names)
     of_all = as_metrics(None if differs else metrics)
     by_name = compute_metrics if isinstance(compute_metrics, Mapping) else dict.fromkeys(("", *names), compute_metrics)
     return {
         name: Measures(as_metrics(metrics.get(name)) if differs else of_all, by_name.get(name)) for name in ("", *names)
     }
+
+
+def _check_compute_metrics(function: Any) -> None:
+    if not callable(function) or cannot_take(function, "predictions", "labels") is None:
+        return
+    if (problem := cannot_take(function, "prediction")) is not None:
+        raise SignatureError(
+            "compute_metrics is called with one argument, which unpacks into predictions and labels (or with both), "
+            f"but {function_name(function)}{problem}. Bind its other arguments by functools.partial."
+        )
 
 
 def _is_by_set(metrics: Any, names: Sequence[str]) -> bool:

@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError
+from trainer_lib.foundation.signatures import cannot_take, function_name, takes_targets_first
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, object_metric, torch_collection
 from trainer_lib.trainer.metrics.running_metrics import FunctionMetric, MeanMetric, named_metric
@@ -61,6 +62,7 @@ def as_metric(value: Any, name: str) -> Metric:
 
     Raises:
         ConfigurationError: If the value is not a metric.
+        SignatureError: If its function takes other arguments.
 
     Example:
         >>> metric = as_metric(lambda predictions, labels: (predictions - labels).abs(), "distance")
@@ -83,6 +85,7 @@ def as_metric(value: Any, name: str) -> Metric:
     if _has(value, "add_batch", "compute"):
         return ModuleMetric(name, value)
     if _has(value, "update", "compute"):
+        _check_call(name, value.update)
         return object_metric(name, value)
     if _has(value, "compute"):
         raise ConfigurationError(
@@ -90,6 +93,8 @@ def as_metric(value: Any, name: str) -> Metric:
             "a metric that needs all predictions at once as compute_metrics."
         )
     if callable(value):
+        _check_call(name, value)
+        _check_order(name, value)
         return FunctionMetric(name, value)
     raise ConfigurationError(
         f"The metric {name!r} is a {type(value).__name__}. Give a name such as 'accuracy', a function of predictions "
@@ -106,6 +111,25 @@ def computed_metrics(function: Callable[..., Any]) -> Metric:
     from trainer_lib.trainer.evaluation.prediction_results import ComputedMetrics
 
     return ComputedMetrics(function)
+
+
+def _check_call(name: str, function: Callable[..., Any]) -> None:
+    if (problem := cannot_take(function, "predictions", "labels")) is not None:
+        raise SignatureError(
+            f"The metric {name!r} is called with predictions and labels of a batch, but {function_name(function)}"
+            f"{problem}. Give a function of two arguments, or a function of all rows at once as compute_metrics."
+        )
+
+
+def _check_order(name: str, function: Callable[..., Any]) -> None:
+    if takes_targets_first(function):
+        called = function_name(function) or "function"
+        raise SignatureError(
+            f"The metric {name!r} is called with predictions and labels of a batch, in this order, and {called} takes "
+            "the labels first (y_true, y_pred). Give Trainer(compute_metrics=lambda prediction: "
+            f"{{{name!r}: {called}(prediction.label_ids, prediction.predictions)}}), which gets all rows at once as "
+            "arrays; classes are prediction.predictions.argmax(-1)."
+        )
 
 
 def _expand_collection(name: str, value: Any) -> list[tuple[str, Any]]:

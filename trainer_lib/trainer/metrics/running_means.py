@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 
 Weight = float | Tensor
+
+_OTHERS = (
+    " Images, tables and texts go to a tracker by its name, in a callback: "
+    'run.accelerator.get_tracker("wandb").log_images(…).'
+)
 
 
 class RunningMeans:
@@ -51,10 +57,16 @@ class RunningMeans:
             raise ConfigurationError(f"log(name, value, weight) takes a text and numbers, got {name!r} and {weight!r}.")
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ConfigurationError(f"log({name!r}, …) takes one number, got a tensor of {tuple(value.shape)}.")
+                raise ConfigurationError(
+                    f"log({name!r}, …) takes one number, got a tensor of {tuple(value.shape)}.{_OTHERS}"
+                )
             value = value.detach().reshape(())
+        elif isinstance(value, np.number):  # float32 is no Python float
+            value = value.item()
         elif not isinstance(value, (int, float)):
-            raise ConfigurationError(f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.")
+            raise ConfigurationError(
+                f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.{_OTHERS}"
+            )
         self.add_sum(name, value * weight, weight)
 
     def add_sum(self, name: str, total: float | Tensor, weight: Weight) -> None:

@@ -11,9 +11,14 @@ from torch import Tensor
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
-from trainer_lib.trainer.data.batch_rows import count_rows
+from trainer_lib.logging import get_logger
+from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 
+_logger = get_logger(__name__)
+
+_ROUNDING, _TINY = 1e-3, 1e-6  # relative, as of means in 16 bits, and absolute, as of differences around 0
+_COMPARED = 2  # the batch at which a function is tried: the value of a single batch is exact
 Weight = float | Tensor
 Measured = tuple[Tensor | float, Weight]
 MeanState = tuple[float, float, bool, int, int]
@@ -89,6 +94,8 @@ class FunctionMetric(Metric):
     def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
         super().__init__(name)
         self._function = function
+        self._batches = 0  # of all evaluations
+        self._returns_numbers = False  # instead of values for each row
 
     def begin(self, device: torch.device) -> None:
         """Reset the metric."""
@@ -101,7 +108,9 @@ class FunctionMetric(Metric):
 
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
-        for key, part in self._measure(output).items():
+        measured = self._measure(output)
+        self._check_mean(output, measured)
+        for key, part in measured.items():
             if key not in self._sums:
                 self._sums[key] = RunningSum(self._device)
             self._sums[key].add(*part)
@@ -113,6 +122,30 @@ class FunctionMetric(Metric):
         if rows is None:
             raise ConfigurationError(f"The metric {self.name!r} needs predictions and labels with rows.")
         return {key: self._over_rows(key, part, rows) for key, part in named.items()}
+
+    def _check_mean(self, output: EvaluationOutput, measured: Mapping[str | None, Measured]) -> None:
+        """Warn, at the second batch of the first evaluation, if a number is not the mean of those of two halves."""
+        self._batches += 1
+        rows = count_rows((output.labels, output.predictions)) or 0
+        if self._batches != _COMPARED or not self._returns_numbers or rows < 2:
+            return
+        try:
+            of_halves = [self._measure(half) for half in _halves(output, rows)]
+        except Exception:  # noqa: BLE001 - the function is the user's, and need not take half a batch
+            return
+        for key, (total, _) in measured.items():
+            whole = float(total) / rows
+            mean = sum(float(half[key][0]) for half in of_halves if key in half) / rows
+            if math.isfinite(whole - mean) and not math.isclose(whole, mean, rel_tol=_ROUNDING, abs_tol=_TINY):
+                _logger.warning(
+                    "The metric %r is not a mean over rows: it is %.4g for a batch of %d rows, and %.4g as the mean of "
+                    "its two halves. Its mean over batches depends on the batch size and the number of ranks. Give a "
+                    "function of all rows at once as compute_metrics, or an object with update and compute.",
+                    self.name if key is None else f"{self.name}_{key}",
+                    whole,
+                    rows,
+                    mean,
+                )
 
     def state(self) -> dict[str | None, tuple[float, float, bool]]:
         """Return the sums and weights."""
@@ -138,6 +171,7 @@ class FunctionMetric(Metric):
         except (TypeError, ValueError, RuntimeError):
             values = torch.empty(0, 0)
         if values.numel() == 1:
+            self._returns_numbers = self._returns_numbers or rows > 1
             return values.reshape(()).to(self._device).double() * rows, float(rows)
         if values.ndim == 1 and len(values) == rows:
             return values.to(self._device).sum(dtype=sum_dtype(self._device)), float(rows)
@@ -147,6 +181,14 @@ class FunctionMetric(Metric):
             f"The metric {metric} returned a {type(value).__name__}{shape} for a batch of {rows} rows. Return one "
             "value per row, or their mean; give a metric that needs all rows at once as compute_metrics."
         )
+
+
+def _halves(output: EvaluationOutput, rows: int) -> list[EvaluationOutput]:
+    halves: list[EvaluationOutput] = []
+    for start, stop in ((0, rows // 2), (rows // 2, rows)):
+        predictions, labels = take_rows((output.predictions, output.labels), start, stop, rows)
+        halves.append(EvaluationOutput(predictions=predictions, labels=labels))
+    return halves
 
 
 class RunningSum:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,9 +37,23 @@ def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module
     told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."
     if "float64" not in types and any(getattr(leaf, "dtype", None) is torch.float64 for leaf in leaves(batch)):
         told += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
+    if not types & {"uint8"} and any(getattr(leaf, "dtype", None) is torch.uint8 for leaf in leaves(batch)):
+        told += " Pixels of uint8 become float32 by .float() / 255."
+    if _is_target_first(batch):
+        told += " The last value of a batch is the target: return (inputs, targets) from the dataset."
     if types & _NARROW and any(getattr(leaf, "dtype", None) is torch.float32 for leaf in leaves(batch)):
         told += ' mixed_precision="bf16-true" casts the inputs, and the model, to bfloat16.'
     error.add_note(told)
+
+
+def _is_target_first(batch: Any) -> bool:
+    """Whether a batch looks like class labels and images, in this order."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        return False
+    labels, images = batch
+    if not isinstance(labels, Tensor) or not isinstance(images, Tensor):
+        return False
+    return labels.ndim == 1 and not labels.is_floating_point() and images.ndim > 2 and images.is_floating_point()
 
 
 def described(batch: Any) -> str:
@@ -48,7 +63,7 @@ def described(batch: Any) -> str:
         >>> described({"x": torch.zeros(2, 3), "name": ["a", "b"]})
         "['x']: (2, 3) float32, ['name'][0]: str, ['name'][1]: str"
     """
-    if isinstance(batch, Tensor):
+    if isinstance(batch, (Tensor, np.ndarray)):
         return kind(batch)
     parts = [f"{name}: {kind(leaf)}" for name, leaf in named_leaves(batch)]
     more = ["…"] if len(parts) > _SHOWN else []
@@ -56,7 +71,7 @@ def described(batch: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return a tensor's shape and type, or the type of anything else."""
-    if not isinstance(value, Tensor):
+    """Return the shape and type of a tensor or an array, or the type of anything else."""
+    if not isinstance(value, (Tensor, np.ndarray)):
         return type(value).__name__
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
