@@ -1,4 +1,4 @@
-"""This file fine-tunes MiniLM with Hugging Face's libraries: from which part of Python's library is this docstring?
+"""MiniLM fine-tuned with Hugging Face's libraries: from which part of Python's library is this docstring?
 
     pip install '.[examples]'
     python examples/minilm.py
