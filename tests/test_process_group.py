@@ -2,6 +2,7 @@
 
 import multiprocessing
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, WorldError
+from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import patch_environment
 from trainer_lib.launchers import run_forked
 from trainer_lib.process_group import LoneProcess, TorchProcesses
@@ -110,6 +112,23 @@ def test_a_world_can_form_again() -> None:
         return sums
 
     assert run_world(body, timeout=60) == [[2.0, 2.0]] * 2
+
+
+def test_each_world_has_a_store_of_its_own() -> None:
+    """Who leaves a world last removes its file, and would take the addresses of the next one along."""
+
+    def body() -> bool:
+        files: list[set[str]] = []
+        for _ in range(2):
+            state = PartialState()
+            state.group.all_reduce(torch.ones(1))
+            store = Path(environment.store_file() or "")
+            files.append({path.name for path in store.parent.glob(f"{store.name}*")})
+            state.destroy_process_group()
+            PartialState._reset_state()
+        return bool(files[1] - files[0])
+
+    assert run_world(body, timeout=60) == [True, True]
 
 
 def test_another_world_than_asked_for_is_an_error() -> None:

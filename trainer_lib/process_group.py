@@ -427,9 +427,13 @@ def _check_address(world: World) -> None:
 def _store(world: World, timeout: dict[str, Any]) -> dist.Store:
     file = environment.store_file()
     attempt = environment.elastic_attempt()
-    store = _file_store(file, world, timeout) if file is not None else _port_store(world, attempt is not None, timeout)
+    number = next(_worlds)
+    if file is not None:  # one for each world: who leaves a world last removes its file, while others join the next one
+        store = _file_store(f"{file}_{number}", world, timeout)
+    else:
+        store = _port_store(world, attempt is not None, timeout)
     # A prefix, so that addresses of an earlier world, or of dead processes, are not used.
-    return dist.PrefixStore(f"attempt_{attempt or 0}/world_{next(_worlds)}", store)
+    return dist.PrefixStore(f"attempt_{attempt or 0}/world_{number}", store)
 
 
 def _file_store(path: str, world: World, timeout: dict[str, Any]) -> dist.Store:
