@@ -126,10 +126,8 @@ class TrackerCallback(Callback):
         return [] if self._group is None else self._group.trackers
 
     def on_fit_begin(self, run: Run) -> None:
-        if (previous := self.release()) is not None:  # of an earlier `fit`
+        if (previous := self.release(run)) is not None:  # of an earlier `fit`
             previous.finish("interrupted")
-            if run.accelerator is not None:
-                run.accelerator.detach_trackers(previous)
         folder = self.folder or run.folder
         project = self.project or _project_in_environment(self._kind) or _project_of(run)
         options = self._options
@@ -170,9 +168,7 @@ class TrackerCallback(Callback):
         callbacks = [callback for callback in events if isinstance(callback, TrackerCallback)]
         for callback in callbacks:
             callback.upload_artifact(run)
-        groups = [group for callback in callbacks if (group := callback.release()) is not None]
-        for group in groups if run.accelerator is not None else ():
-            run.accelerator.detach_trackers(group)
+        groups = [group for callback in callbacks if (group := callback.release(run)) is not None]
         for name, points in finish_groups(groups, _outcome(run)).items():
             run.record_event("points_missing", tracker=name, points=points)
 
@@ -197,11 +193,13 @@ class TrackerCallback(Callback):
         except OSError as error:
             _logger.warning("No artifact is uploaded to %s: %s.", self.tracker_name, error)
 
-    def release(self) -> TrackerGroup | None:
+    def release(self, run: Run) -> TrackerGroup | None:
         """Return the trackers of this `fit` for finishing, and forget them."""
         group, self._group = self._group, None
         if group is not None:
             self._token = uuid.uuid4().hex  # for the next `fit`, unless it resumes
+            if run.accelerator is not None:
+                run.accelerator.detach_trackers(group)
         return group
 
     def _settings(self, run: Run) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def frozen_dataclass(*, kw_only: bool = False, eq: bool = True) -> Callable[[typ
 def frozen_dataclass(kind: Any = None, /, *, kw_only: bool = False, eq: bool = True) -> Any:
     """Make a class a dataclass that nobody changes: type checkers refuse assignments, nothing checks them at run time.
 
-    An `import` of the Trainer defines dozens of these, and `dataclass` compiles seven methods for each, a millisecond
+    An `import` of the Trainer defines dozens of these, and `dataclass` compiles six methods for each, a millisecond
     in all. Instances are made faster as well.
 
     Examples:
