@@ -30,7 +30,7 @@ from multiprocessing import active_children, current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from time import monotonic, time_ns
+from time import monotonic, sleep, time_ns
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState
 
 _OUTPUTS = (1, 2)  # file descriptors
 _OTHERS = 0.05  # seconds that other ranks get to report their failures once one has failed
+_BETWEEN_STACKS = 2.0  # seconds: stacks that differ are of processes that are slow, not hung
 _MOST_THREADS = 40  # of a process between calls, those outside of Python too
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
 
@@ -203,17 +204,19 @@ class _World:
     def _replies(self, timeout: float) -> list[_Reply]:
         replies: dict[int, _Reply] = {}
         failures: dict[int, Failure] = {}
-        deadline = monotonic() + timeout
+        left = timeout
         while len(replies) + len(failures) < len(self._processes):
             pending = {
                 connection: rank
                 for rank, connection in enumerate(self._connections)
                 if rank not in replies and rank not in failures
             }
-            ready = wait(list(pending), max(deadline - monotonic(), 0) if not failures else _OTHERS)
+            since, at_most = monotonic(), min(max(left, 0.0), 1.0)
+            ready = wait(list(pending), at_most if not failures else _OTHERS)
+            left -= min(monotonic() - since, at_most)  # a machine that stood still does not count
             if not ready and failures:
                 break
-            if not ready:
+            if not ready and left <= 0:
                 raise self._late(sorted(pending.values()), timeout)
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -237,12 +240,13 @@ class _World:
             failures[rank] = Failure(rank=rank, exit_code=reply.exit_code, traceback=reply.error, when=reply.when)
 
     def _late(self, ranks: list[int], timeout: float) -> ProcessFailedError:
-        for rank in ranks:
-            os.kill(self._processes[rank].pid, signal.SIGUSR2)  # shows its stacks
-        wait([self._processes[ranks[0]].sentinel], 0.5)
+        for _ in range(2):
+            for rank in ranks:
+                os.kill(self._processes[rank].pid, signal.SIGUSR2)  # shows its stacks
+                sleep(_BETWEEN_STACKS / len(ranks))
         return ProcessFailedError(
             f"Of {len(self._processes)} processes, these did not end within {timeout:g} seconds: "
-            f"{', '.join(map(str, ranks))}. Their stacks are in the captured output.",
+            f"{', '.join(map(str, ranks))}. Their stacks, twice each, are in the captured output.",
             ranks[0],
             _TIMED_OUT,
         )

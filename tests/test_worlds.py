@@ -1,0 +1,61 @@
+"""The processes that tests run on: those that hang show where they were; a machine that stands still is not a hang."""
+
+import os
+import signal
+import subprocess
+import sys
+from threading import Event
+from time import sleep
+
+import pytest
+import torch.distributed as dist
+
+from tests.worlds import run_world
+from trainer_lib import PartialState
+from trainer_lib.launchers import ProcessFailedError
+
+_WORKS = """
+from time import sleep
+from tests.worlds import run_world
+
+def work():
+    print("at work", flush=True)
+    sleep(2)
+    return "done"
+
+run_world(len, ((),))  # what takes longer, the first time
+print(run_world(work, timeout=4))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_show_their_stacks_and_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    def wait_for_nobody() -> None:
+        state = PartialState()
+        if state.is_main_process:
+            dist.barrier()
+        Event().wait()
+
+    before = run_world(os.getpid)
+    with pytest.raises(ProcessFailedError, match=r"did not end within 3 seconds: 0, 1\. Their stacks") as caught:
+        run_world(wait_for_nobody, timeout=3)
+    assert caught.value.exit_code == 124
+    stacks = capfd.readouterr().err
+    assert stacks.count("in wait_for_nobody") == 4
+    assert stacks.count("in barrier") == 2
+    assert not set(before) & set(run_world(os.getpid))
+
+
+@pytest.mark.slow
+def test_a_machine_that_stands_still_is_not_a_hang() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WORKS], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as tests:
+        assert tests.stdout is not None
+        for _ in range(2):
+            assert tests.stdout.readline() == "at work\n"
+        os.killpg(tests.pid, signal.SIGSTOP)
+        sleep(6)
+        os.killpg(tests.pid, signal.SIGCONT)
+        assert tests.stdout.read() == "['done', 'done']\n"
+    assert tests.returncode == 0
