@@ -256,19 +256,23 @@ def _as_fp32(tensor: Tensor) -> Tensor:
 
 def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -> Any:
     kind = type(tree)
+    # This runs for each batch: `to` takes 2 µs to find that a tensor is where it should be, so it is not asked.
     if kind is Tensor:
-        return tree.to(device, non_blocking=non_blocking)
+        return tree if tree.device == device else tree.to(device, non_blocking=non_blocking)
     if kind in _PLAIN:
         return tree
     if kind is tuple or kind is list:
         return kind([
-            value.to(device, non_blocking=non_blocking)  # without a recursive call, because this runs for each batch
-            if type(value) is Tensor
+            value if type(value) is Tensor and value.device == device
             else _sent(value, device, non_blocking, skipped)
             for value in tree
         ])  # fmt: skip
     if kind is dict and not skipped:
-        return {key: _sent(value, device, non_blocking, skipped) for key, value in tree.items()}
+        return {
+            key: value if type(value) is Tensor and value.device == device
+            else _sent(value, device, non_blocking, skipped)
+            for key, value in tree.items()
+        }  # fmt: skip
     if isinstance(tree, (tuple, list)):
         return honor_type(tree, [_sent(value, device, non_blocking, skipped) for value in tree])
     if hasattr(tree, "to") and not skipped:
