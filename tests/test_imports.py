@@ -1,11 +1,16 @@
 """Imports of the library: which packages they load, and that they leave the process alone."""
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import trainer_lib
 
 HEAVY = {
     "accelerate",
@@ -121,3 +126,17 @@ def test_a_first_step_imports_only_what_it_needs() -> None:
     imported: list[str] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
     assert [name for name in imported if any(f"{name}.".startswith(f"{later}.") for later in AFTER_A_STEP)] == []
     assert len([name for name in imported if name.startswith("trainer_lib")]) <= MOST_FOR_A_STEP
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """An import of a module puts it into its package, where a public name of the same name would be looked for."""
+    packages = [trainer_lib, *map(importlib.import_module, _lazy_packages())]
+    modules = {package: {module.name for module in pkgutil.iter_modules(package.__path__)} for package in packages}
+    hidden = [f"{package.__name__}.{name}" for package in packages for name in modules[package] & {*package.__all__}]
+    assert len(packages) > 5
+    assert hidden == ["trainer_lib.utils.tqdm"]  # a module that can be called, like the function
+
+
+def _lazy_packages() -> list[str]:
+    root = Path(trainer_lib.__file__).parents[1]
+    return [".".join(stub.parent.relative_to(root).parts) for stub in (root / "trainer_lib").rglob("*/__init__.pyi")]

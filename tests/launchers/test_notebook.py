@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import os
 import signal
 import socket
@@ -18,13 +17,11 @@ from trainer_lib import Interrupted, debug_launcher, notebook_launcher
 from trainer_lib.events import Interruption
 from trainer_lib.foundation.environment import clear_environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, WorldError
-from trainer_lib.launchers import ProcessFailedError, first_device_use, gpu_selection
+from trainer_lib.launchers import ProcessFailedError, first_device_use, gpu_selection, notebook_processes
 from trainer_lib.launchers.launch_plan import LOCALHOST
 from trainer_lib.processes.ports import free_port
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.testing import reset_states
-
-notebook = importlib.import_module("trainer_lib.launchers.notebook_launcher")  # the package exports the function
 
 
 def place() -> tuple[int, int]:
@@ -122,8 +119,8 @@ def test_precision_reaches_the_processes() -> None:
 
 
 def test_nccl_of_the_processes_does_not_copy_directly_where_the_driver_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
-    monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: False)
+    monkeypatch.setattr(notebook_processes, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(notebook_processes, "forks_are_poisoned", lambda: False)
     monkeypatch.setattr(gpu_selection, "check_cuda_p2p_ib_support", lambda: False)
     assert notebook_launcher(os.environ.get, ("NCCL_P2P_DISABLE",)) == ["1", "1"]
     assert "NCCL_P2P_DISABLE" not in os.environ
@@ -195,8 +192,8 @@ def test_default_port_may_be_taken() -> None:
 @pytest.mark.launch
 def test_used_accelerator_means_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cloudpickle")
-    monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
-    monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: True)
+    monkeypatch.setattr(notebook_processes, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(notebook_processes, "forks_are_poisoned", lambda: True)
     parent = os.getpid()
 
     def closure(offset: int) -> tuple[int, int, bool]:
@@ -208,9 +205,9 @@ def test_used_accelerator_means_fresh_processes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_used_accelerator_without_cloudpickle_says_what_used_it_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "count_accelerators", lambda: 2)
-    monkeypatch.setattr(notebook, "forks_are_poisoned", lambda: True)
-    monkeypatch.setattr(notebook, "is_package_available", lambda module: False)
+    monkeypatch.setattr(notebook_processes, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(notebook_processes, "forks_are_poisoned", lambda: True)
+    monkeypatch.setattr(notebook_processes, "is_package_available", lambda module: False)
     monkeypatch.setattr(first_device_use, "first_import", lambda packages: "bitsandbytes" if packages else None)
     message = r"`import bitsandbytes` initializes it\. Restart the kernel(.|\n)*pip install cloudpickle"
     with pytest.raises(MissingPackageError, match=message):
