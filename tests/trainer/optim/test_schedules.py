@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from tests.trainer.optim import draw_schedules
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError
@@ -411,3 +412,10 @@ def test_the_peak_of_a_long_run_is_found() -> None:
     assert (first, peak) == (0.0, 0.5)
     assert last == pytest.approx(0.5 / 9_900_000)
     assert peak_first_last(schedule, total_steps=12_346).last == pytest.approx(0.5)
+
+
+def test_the_picture_of_the_documentation_shows_the_rates_of_all_schedules() -> None:
+    assert set(draw_schedules.SCHEDULES) == set(NAMES) - {"constant_with_warmup"}  # which is "constant"
+    picture = draw_schedules.svg()
+    assert draw_schedules.PICTURE.read_text() == picture, "run python -m tests.trainer.optim.draw_schedules"
+    assert all(f">{name}</text>" in picture for name in draw_schedules.SCHEDULES)
