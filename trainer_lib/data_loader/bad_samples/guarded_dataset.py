@@ -5,8 +5,6 @@ This code runs where samples are read: in a worker process, or in the training p
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import repeat
-from operator import getitem
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -144,9 +142,8 @@ class GuardedSamples:
         samples: list[Any] = []
         dataset = self.dataset
         try:
-            samples.extend(map(getitem, repeat(dataset), keys))
-            if len(samples) < len(keys):  # `map` takes a StopIteration of the dataset for the end of the keys
-                raise StopIteration
+            for key in keys:  # faster than `map`: Python calls a `__getitem__` written in Python without C in between
+                samples.append(dataset[key])  # noqa: PERF401 - an error names the sample by how many were read
         except Exception as error:
             if self.skips:
                 return self._filtered(keys, samples, error)
