@@ -70,6 +70,14 @@ def test_containers_keep_their_types_and_the_original_its_values(tree: Any) -> N
     assert pytree.find_device(tree) == torch.device("cpu")
 
 
+@pytest.mark.parametrize("tree", [vector(), *CONTAINERS], ids=lambda tree: type(tree).__name__)
+def test_tensors_in_all_containers_are_sent_and_stay_where_they_should_be(tree: Any) -> None:
+    (before,), (after,) = pytree.tensors(tree), pytree.tensors(pytree.send_to_device(tree, torch.device("cpu")))
+    assert after is before
+    moved = pytree.send_to_device(tree.copy() if isinstance(tree, BatchEncoding) else tree, "meta")  # it moves itself
+    assert [tensor.device.type for tensor in pytree.tensors(moved)] == ["meta"]
+
+
 def test_frozen_dataclasses_keep_what_they_derived() -> None:
     doubled = pytree.map_tensors(lambda tensor: tensor * 2, Frozen(vector()))
     assert (doubled.value.tolist(), doubled.derived) == ([2.0, 4.0], 3)
