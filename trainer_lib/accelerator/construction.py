@@ -15,13 +15,6 @@ from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.enums import DynamoBackend, RNGType
-from trainer_lib.options.fp8_options import (
-    AORecipeKwargs,
-    FP8Recipe,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
-)
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs, check_one_checkpointing
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
@@ -33,11 +26,11 @@ from trainer_lib.strategies.registry import registered_options
 
 if TYPE_CHECKING:
     from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+    from trainer_lib.options.fp8_options import FP8Recipe
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 _logger = get_logger(__name__)
 
-_FP8_RECIPES = (AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs)
 _HANDLERS = (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -45,7 +38,6 @@ _HANDLERS = (
     InitProcessGroupKwargs,
     MemoryKwargs,
     ProfileKwargs,
-    *_FP8_RECIPES,
 )
 _OLDER_DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 Handler = TypeVar("Handler", bound=KwargsHandler)
@@ -62,7 +54,7 @@ class Handlers:
                 "kwargs_handlers=[AutocastKwargs()]."
             )
         for handler in handlers:
-            known = (*_HANDLERS, *registered_options())
+            known = (*_HANDLERS, *_fp8_recipes(), *registered_options())
             if not isinstance(handler, known):
                 raise ConfigurationError(
                     unknown("kwargs handler", type(handler).__name__, [kind.__name__ for kind in known])
@@ -76,9 +68,11 @@ class Handlers:
         handler = self._by_type.get(kind)
         return handler if isinstance(handler, kind) else None
 
-    def fp8_recipe(self) -> FP8Recipe | None:
+    def fp8_recipe(self) -> "FP8Recipe | None":
         """Return the options of fp8, or `None`."""
-        recipes = [recipe for kind in _FP8_RECIPES if (recipe := self.get(kind)) is not None]
+        if not self._by_type:
+            return None
+        recipes = [recipe for kind in _fp8_recipes() if (recipe := self.get(kind)) is not None]
         if len(recipes) > 1:
             raise ConfigurationError(
                 "kwargs_handlers has several options of fp8: "
@@ -95,6 +89,12 @@ class Handlers:
                 "Give one."
             )
         return self._by_type[kinds[0]] if kinds else None
+
+
+def _fp8_recipes() -> "tuple[type[FP8Recipe], ...]":
+    from trainer_lib.options.fp8_options import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+    return AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
 
 def check_generators(rng_types: Any) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from trainer_lib.accelerator.prepared import Prepared
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.precision import FullPrecision
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.accelerator_state import AcceleratorState

@@ -1,7 +1,6 @@
 """Gathering rows, where ranks have different numbers of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from trainer_lib.collectives.agreement import ErrorReport, HeldError
 from trainer_lib.collectives.object_collectives import gather_per_data_rank, joined
 from trainer_lib.collectives.shape_check import Layout, Leaf, check_layouts, layout, without_rows
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import leaves, map_leaves, tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
@@ -72,7 +72,7 @@ def holds_rows(tree: Any) -> bool:
     return isinstance(tree, np.ndarray) and tree.ndim > 0
 
 
-@dataclass
+@frozen_dataclass
 class _Header:
     """What a rank sends to the others before its tensors."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_lib.foundation.errors import DistributedOperationException
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import named_leaves, never
 from trainer_lib.state.partial_state import PartialState
 

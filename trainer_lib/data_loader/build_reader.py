@@ -15,7 +15,7 @@ from trainer_lib.data_loader.readers.map_reader import MapReader
 from trainer_lib.data_loader.readers.reader import Reader
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.options.base import check_count
 from trainer_lib.process_group import LoneProcess, ProcessGroup
 

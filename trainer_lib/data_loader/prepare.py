@@ -2,13 +2,12 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.data_loader.build_reader import RankSplit, check_preparable
-from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
 from trainer_lib.data_loader.order.batch_sampler_shard import get_sampler, index_source
 from trainer_lib.data_loader.order.data_rng import positive_seed
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler, SkipBatchSampler
@@ -20,6 +19,9 @@ from trainer_lib.options.base import check_count
 from trainer_lib.options.enums import RNGType
 from trainer_lib.process_group import LoneProcess, ProcessGroup
 from trainer_lib.state.partial_state import PartialState, is_initialized
+
+if TYPE_CHECKING:
+    from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
 
 
 def prepare_data_loader(
@@ -40,7 +42,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     seed_each_sample: bool = False,
     low_memory_shuffle: bool = False,
-) -> DataLoaderShard | DataLoaderDispatcher:
+) -> "DataLoaderShard | DataLoaderDispatcher":
     """Return a loader that reads this rank's share of a user's loader; the user's loader does not change.
 
     The order is the one that the loader has without being prepared: a shuffle is drawn from its generator, or from
@@ -97,9 +99,17 @@ def prepare_data_loader(
     seed = _seed(dataloader, use_seedable_sampler) if data_seed is None else positive_seed(data_seed)
     (seed,) = split.own_world.broadcast_objects([seed])
     source = split.reader(dataloader, seed_each_sample, use_seedable_sampler, low_memory_shuffle)
-    kind = DataLoaderDispatcher if split.dispatches else DataLoaderShard
+    kind = _kind(split.dispatches)
     kind = stateful_kind(kind) if use_stateful_dataloader else kind
     return kind.around(source, split, delivery, seed)
+
+
+def _kind(dispatches: bool) -> "type[DataLoaderShard | DataLoaderDispatcher]":
+    if not dispatches:
+        return DataLoaderShard
+    from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
+
+    return DataLoaderDispatcher
 
 
 @overload

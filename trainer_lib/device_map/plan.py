@@ -5,7 +5,7 @@ from dataclasses import field
 from typing import NamedTuple
 
 from trainer_lib.foundation.byte_sizes import convert_bytes
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 Device = int | str
 

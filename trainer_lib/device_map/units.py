@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.tensor_sizes import tensor_bytes
 from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
 

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trainer_lib.foundation.light_dataclasses import LightDataclass
+
 Status = Literal["new", "running", "finished", "stopped", "unsaved", "interrupted", "failed"]
 
 
-@dataclass
-class Best:
+@dataclass(repr=False, eq=False)
+class Best(LightDataclass):
     """The best evaluation so far."""
 
     metric: str
@@ -17,8 +19,8 @@ class Best:
     step: int
 
 
-@dataclass
-class RunState:
+@dataclass(repr=False, eq=False)
+class RunState(LightDataclass):
     """The progress of a run.
 
     Attributes:

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 # srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.light_dataclasses import LightDataclass
+
 _NOTHING: frozenset[str] = frozenset()
 # The types of leaves that need no further checks.
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 
 
-@dataclass
-class TensorInformation:
+@dataclass(repr=False, eq=False)
+class TensorInformation(LightDataclass):
     """The shape and type of a tensor, without its values."""
 
     shape: torch.Size

@@ -5,7 +5,7 @@ from dataclasses import field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.options.base import check_count, check_positive
 
 LOCALHOST = "127.0.0.1"

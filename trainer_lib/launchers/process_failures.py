@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from trainer_lib.foundation.errors import WorldError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _LINE = 160  # characters of an error that followed another one
 

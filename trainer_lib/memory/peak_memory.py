@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer_lib.foundation.byte_sizes import convert_bytes
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.state.partial_state import PartialState
 
 

@@ -8,7 +8,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class GradientAccumulationPlugin(KwargsHandler):
     """How many micro-batches make one update, and where a window ends.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 
 
 class EnumWithContains(EnumMeta):
@@ -35,7 +36,7 @@ class BaseEnum(StrEnum, metaclass=EnumWithContains):
         raise ConfigurationError(unknown(kind, value, cls.list()))
 
 
-class KwargsHandler:
+class KwargsHandler(LightDataclass):
     """A dataclass of options that can list those that differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:

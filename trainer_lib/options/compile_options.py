@@ -34,7 +34,7 @@ _FROM_PACKAGES = {
 }
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TorchDynamoPlugin(KwargsHandler):
     """How prepared models are compiled.
 

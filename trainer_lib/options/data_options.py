@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainer_lib.options.base import KwargsHandler, check_choice, check_count, check_flag
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DataLoaderConfiguration(KwargsHandler):
     """How prepared loaders share their batches across ranks.
 

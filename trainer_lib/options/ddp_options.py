@@ -17,7 +17,7 @@ _CASTS = (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
 _POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class InitProcessGroupKwargs(KwargsHandler):
     """How the process group is initialized.
 
@@ -40,7 +40,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             )
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DistributedDataParallelKwargs(KwargsHandler):
     """The options of `torch.nn.parallel.DistributedDataParallel`, and the compression of gradients.
 

@@ -18,7 +18,7 @@ _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of torchao
 _ALGORITHMS = ("max", "most_recent")
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class AORecipeKwargs(KwargsHandler):
     """The options of `mixed_precision="fp8"` with torchao: linear layers multiply in fp8, with scales of each tensor.
 
@@ -70,7 +70,7 @@ class AORecipeKwargs(KwargsHandler):
             )
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TERecipeKwargs(KwargsHandler):
     """The options of `mixed_precision="fp8"` with Transformer Engine, on GPUs.
 
@@ -116,7 +116,7 @@ class TERecipeKwargs(KwargsHandler):
         self.override_linear_precision = _three_flags(self.override_linear_precision)
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class MSAMPRecipeKwargs(KwargsHandler):
     """The options of `mixed_precision="fp8"` with MS-AMP, which this version does not run.
 
@@ -135,7 +135,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 FP8Recipe = AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The older name for the options of Transformer Engine and MS-AMP; `backend` chooses between them.
 

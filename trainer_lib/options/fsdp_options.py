@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.options import fsdp1_translation
 from trainer_lib.options.base import check_count, check_flag
 from trainer_lib.options.fsdp1_translation import Offload, Strategy, WholeState
@@ -24,8 +25,8 @@ _FLAGS = (
 )
 
 
-@dataclass(repr=False)
-class FullyShardedDataParallelPlugin:
+@dataclass(repr=False, eq=False)
+class FullyShardedDataParallelPlugin(LightDataclass):
     """How a model is sharded: each rank holds a part of each weight, its gradient and its optimizer state.
 
     Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). FSDP1's options are translated: `notes` says what each

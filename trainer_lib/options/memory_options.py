@@ -7,7 +7,7 @@ from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.recompute_policy import RecomputePolicy, check_policy
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class MemoryKwargs(KwargsHandler):
     """How prepared models and optimizers save memory; `TrainingArguments` has the same names.
 

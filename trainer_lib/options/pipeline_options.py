@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.options.base import check_count
 
 SINGLE = ("GPipe", "1F1B")
@@ -13,8 +14,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank 0 holds the first stage and th
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of inputs before those of weights
 
 
-@dataclass
-class TorchPipelineParallelConfig:
+@dataclass(repr=False, eq=False)
+class TorchPipelineParallelConfig(LightDataclass):
     """How a model is cut: `ParallelismConfig(pp_size=2, pp_handler=TorchPipelineParallelConfig(…))`.
 
     Args:

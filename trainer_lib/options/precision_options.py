@@ -42,7 +42,7 @@ def check_precision(name: Any, option: str = "mixed_precision") -> str:
     raise ConfigurationError(unknown(option, name, PRECISIONS))
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class AutocastKwargs(KwargsHandler):
     """The options of `torch.autocast`.
 
@@ -60,7 +60,7 @@ class AutocastKwargs(KwargsHandler):
         check_choice("cache_enabled", self.cache_enabled, [None, True, False])
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class GradScalerKwargs(KwargsHandler):
     """The options of `torch.amp.GradScaler`, which scales the loss in fp16.
 

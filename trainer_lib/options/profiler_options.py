@@ -16,7 +16,7 @@ _CYCLE = ("skip_first", "wait", "warmup", "active", "repeat")
 _NEEDED = ("wait", "warmup", "active")
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class ProfileKwargs(KwargsHandler):
     """What `Accelerator.profile` records, when, and where it writes traces.
 

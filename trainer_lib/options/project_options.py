@@ -9,7 +9,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class ProjectConfiguration(KwargsHandler):
     """Where a project's states and logs are saved, and how many states are kept.
 

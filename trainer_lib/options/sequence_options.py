@@ -8,7 +8,7 @@ from trainer_lib.options.base import KwargsHandler, check_choice, check_count, c
 _RING = ("alltoall", "ring")  # torch calls a ring of messages alltoall
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class TorchContextParallelConfig(KwargsHandler):
     """How attention reaches the keys of other ranks.
 
@@ -36,7 +36,7 @@ class TorchContextParallelConfig(KwargsHandler):
         return "ring" if self.cp_comm_strategy in _RING else "allgather"
 
 
-@dataclass
+@dataclass(repr=False, eq=False)
 class DeepSpeedSequenceParallelConfig(KwargsHandler):
     """Options of sequence parallelism (Ulysses), which runs without DeepSpeed.
 

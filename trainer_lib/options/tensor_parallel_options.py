@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.options.base import check_count, check_flag
 
 
-@dataclass
-class TorchTensorParallelConfig:
+@dataclass(repr=False, eq=False)
+class TorchTensorParallelConfig(LightDataclass):
     """How tensor parallelism splits a model: `ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(…))`.
 
     Args:
@@ -44,8 +45,8 @@ class TorchTensorParallelConfig:
             )
 
 
-@dataclass
-class TorchTensorParallelPlugin:
+@dataclass(repr=False, eq=False)
+class TorchTensorParallelPlugin(LightDataclass):
     """The older option of tensor parallelism; `ParallelismConfig(tp_size=…)` says the same.
 
     Args:

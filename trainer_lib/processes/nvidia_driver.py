@@ -3,7 +3,7 @@
 import ctypes
 from typing import Any
 
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _NAME_LENGTH = 96
 

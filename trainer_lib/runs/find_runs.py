@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_file import read_facts
 from trainer_lib.runs.run_folder import CHECKPOINTS, IDENTITY_FILE, RUN_FILE, RunFolder

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.foundation.light_dataclasses import LightDataclass
+
 PLACES = ("step", "epoch", "samples", "seconds")
 _CURVES = ("log", "evaluation")
 
 
-@dataclass
-class Curve:
+@dataclass(repr=False, eq=False)
+class Curve(LightDataclass):
     """The values of one metric, with their rows in the history.
 
     Args:

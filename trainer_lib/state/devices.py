@@ -6,7 +6,6 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import has_index, is_shared
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
-from trainer_lib.processes.numa_affinity import set_numa_affinity
 
 
 def choose_device(cpu: bool, world: World | None) -> torch.device:
@@ -27,6 +26,8 @@ def use_device(device: torch.device) -> None:
     if has_index(device):
         torch.accelerator.set_device_index(device.index)
         if environment.cpu_affinity_requested():
+            from trainer_lib.processes.numa_affinity import set_numa_affinity
+
             set_numa_affinity(device.index)
 
 

@@ -13,7 +13,7 @@ from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tensor_files.finite_check import Fault, nonfinite_tensors
 from trainer_lib.tensor_files.safetensors import write_tensors
 from trainer_lib.tensor_files.tensor_storage import without_aliases

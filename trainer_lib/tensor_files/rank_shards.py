@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_lib.filesystem.atomic_files import path_inside
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tensor_files.file_contents import Tensors
 from trainer_lib.tensor_files.safetensors import read_header
 

@@ -28,7 +28,6 @@ from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.model_io import count_items
 from trainer_lib.trainer.metrics.measures import measures_by_set
 from trainer_lib.trainer.metrics.running_means import RunningMeans
-from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
 from trainer_lib.trainer.overridable import overridable
 from trainer_lib.trainer.publish.publish_methods import PublishMethods
 from trainer_lib.trainer.publish.save_pretrained import read_arguments
@@ -143,6 +142,8 @@ class Trainer(ToolMethods, PublishMethods):
         )
         names = [] if self.eval_dataset is None else list(named_sets(self, self.eval_dataset))
         if train_metrics is not None:
+            from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
+
             self.events.add(TrainingMetrics(train_metrics))
         measures = measures_by_set(names, metrics, compute_metrics)
         if accelerator is not None:

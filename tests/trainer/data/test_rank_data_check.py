@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from tests.callbacks.by_hand import weights
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
-from trainer_lib import DistributedOperationException
+from trainer_lib import DistributedOperationException, Trainer, TrainingArguments
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.data_loader.readers.probe import samples_at
-from trainer_lib.process_group import LoneProcess
-from trainer_lib.trainer.data.rank_data_check import check_training_data
 
 
 def rank() -> int:
@@ -136,11 +134,23 @@ def test_the_check_does_not_change_generators_and_datasets() -> None:
 
 
 def test_a_single_rank_reads_no_samples_for_the_check() -> None:
-    class Unread(Augmented):
-        def __getitem__(self, index: int) -> Any:
-            raise AssertionError
+    class Counted(Dataset[Any]):
+        def __init__(self) -> None:
+            self.reads: list[int] = []
 
-    check_training_data(LoneProcess(), Unread(), None)  # type: ignore[arg-type]
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads.append(index)
+            return torch.full((3,), float(index)), torch.tensor([1.0])
+
+    training, evaluation = Counted(), Counted()
+    args = TrainingArguments(max_steps=2, per_device_train_batch_size=4, eval_every=2, use_cpu=True, progress_bar=False)
+    Trainer(
+        nn.Linear(3, 1), args, train_dataset=training, eval_dataset=evaluation, loss_fn=nn.functional.mse_loss
+    ).fit()
+    assert sorted(training.reads) == evaluation.reads == list(range(8))
 
 
 def test_a_dataset_that_cannot_be_read_is_not_compared() -> None:

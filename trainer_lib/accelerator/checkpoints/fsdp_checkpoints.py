@@ -17,7 +17,7 @@ from trainer_lib.checkpointing.third_party.safe_pickles import read_pickle
 from trainer_lib.checkpointing.third_party.torch_shards import Target, TensorPath, read_shards, write_shards
 from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.options.accelerate_constants import FSDP_MODEL_NAME
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 

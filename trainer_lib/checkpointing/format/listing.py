@@ -18,7 +18,7 @@ from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 # The names of complete and of damaged checkpoints; those of running saves and deletions are left out.
 _NAME = re.compile(r"checkpoint[-_](\d+)(\.replaced)?")

@@ -13,8 +13,8 @@ from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DamagedError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.imports import version_of
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 SCHEMA = 3  # version 1 had the sizes of files and no checksums; 2 had no facts of the run
 CHECKSUM = "xxh3_128"  # the key of a file's checksum

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
 from trainer_lib.checkpointing.format.snapshot_memory import SnapshotMemory
 from trainer_lib.foundation.device_types import pins_memory
-from trainer_lib.tensor_files.file_contents import Content, PickledTensors, Tensors
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
+
+if TYPE_CHECKING:
+    from trainer_lib.tensor_files.file_contents import Content
 
 _PIECE = 16 << 20  # bytes that a thread copies at a time
 _THREADS = 4  # more threads do not make memory faster
@@ -43,13 +45,15 @@ class Snapshots:
         tensors = [tensor for tensor in tensors if tensor.device.type != "meta"]
         self.memory.allocate([tensor.nbytes for tensor in tensors], _is_copied_asynchronously(tensors))
 
-    def take(self, files: Mapping[str, Content], left: Collection[int] = ()) -> dict[str, Content]:
+    def take(self, files: "Mapping[str, Content]", left: Collection[int] = ()) -> "dict[str, Content]":
         """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot.
 
         Args:
             files: The files.
             left: The addresses of tensors whose copies may overlap with training.
         """
+        from trainer_lib.tensor_files.file_contents import PickledTensors, Tensors
+
         with_tensors = {
             name: content for name, content in files.items() if isinstance(content, (Tensors, PickledTensors))
         }

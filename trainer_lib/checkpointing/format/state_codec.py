@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from trainer_lib.checkpointing.format.plain_values import DEFAULT_FACTORIES, PlainDecoder
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 
 # The states of torchao's optimizers: tensors made of other tensors. A name in a file imports no other class.
@@ -31,8 +32,8 @@ _QUANTIZED = frozenset(
 )
 
 
-@dataclass
-class Encoded:
+@dataclass(repr=False, eq=False)
+class Encoded(LightDataclass):
     """An encoded state.
 
     Args:

@@ -12,7 +12,7 @@ from trainer_lib.checkpointing.format.layout import numbered
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tensor_files.file_contents import Content, Json, Tensors
 from trainer_lib.tensor_files.load_tensors import load_tensors
 from trainer_lib.tensor_files.rank_shards import SHARDS_ENDING, read_whole

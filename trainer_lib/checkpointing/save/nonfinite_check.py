@@ -6,11 +6,12 @@ from typing import Any
 
 from trainer_lib.checkpointing.format.layout import is_optimizer_state, is_weights
 from trainer_lib.checkpointing.format.manifest import NONFINITE
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.tensor_files.file_contents import Content
 
 
-@dataclass
-class FiniteCheck:
+@dataclass(repr=False, eq=False)
+class FiniteCheck(LightDataclass):
     """Checks the files of a save.
 
     NaN in the state of an optimizer makes the weights NaN at the next update. An infinity does not (Adam divides by it,

@@ -23,7 +23,7 @@ from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
 from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath, with_retries
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError, UnwritableError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.file_contents import Content

@@ -18,7 +18,7 @@ from trainer_lib.checkpointing.format.layout import (
 from trainer_lib.checkpointing.format.state_codec import encode
 from trainer_lib.checkpointing.third_party.exported_state import accelerate_generators, numbered_state
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.options.accelerate_constants import FSDP_MODEL_NAME
 from trainer_lib.tensor_files.file_contents import Content, Pickled, Tensors
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME, weights_ending, weights_stem

@@ -21,7 +21,7 @@ from trainer_lib.context_parallel import sequence_split
 from trainer_lib.context_parallel.batch import BatchCut
 from trainer_lib.context_parallel.context_parallel import ContextParallel
 from trainer_lib.foundation.errors import TrainerLibError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import tensors
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.ties import first_names

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainer_lib.commands.plan.counted_messages import Messages
 from trainer_lib.commands.plan.optimizer_states import optimizer_bytes
 from trainer_lib.commands.plan.training_job import TrainingJob
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig

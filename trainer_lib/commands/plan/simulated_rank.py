@@ -10,7 +10,7 @@ from trainer_lib.commands.plan.rank_memory import RankMemory, Weights
 from trainer_lib.commands.plan.simulated_world import DEVICE, simulated_world
 from trainer_lib.commands.plan.training_job import TrainingJob
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin

@@ -10,7 +10,7 @@ from trainer_lib.commands.launch.launch_parser import option_line, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.commands.launch.option_words import OF_THE_SUBMISSION, PLACES, word_of, words_of
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.setting import Setting
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 # The names by which a column is recognized, the most telling first.
 GUESSES: Mapping[str, Sequence[str]] = {

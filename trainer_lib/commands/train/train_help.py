@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _HERE = Path(__file__).parent
 _SOURCES = (

@@ -19,7 +19,7 @@ from trainer_lib.data_loader.order.data_rng import (
     generator_types,
     global_generator,
 )
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 
 @frozen_dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_lib.data_loader.order.epoch_start import EpochStart
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import LightDataclass, frozen_dataclass
 
 
 @frozen_dataclass
@@ -18,8 +18,8 @@ class LoaderPosition:
     start: EpochStart | None = None  # where the epoch started, if its order follows from random generators
 
 
-@dataclass
-class Pass:
+@dataclass(repr=False, eq=False)
+class Pass(LightDataclass):
     """The current or the last pass."""
 
     epoch: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import LightDataclass, frozen_dataclass
 from trainer_lib.state.gradient_state import Rows
 
 TAKING_PART = 2  # samples that a rank without samples of its own computes: BatchNorm needs two
@@ -113,8 +113,8 @@ class Sharing:
         return real or min(TAKING_PART, self.share) if self.trims else self.share
 
 
-@dataclass
-class Ending:
+@dataclass(repr=False, eq=False)
+class Ending(LightDataclass):
     """What is known of the end of a pass, which is known before the last batch is delivered."""
 
     batches: int | None = None  # how many batches are read here

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.byte_sizes import convert_bytes
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.runs.report.charts import charts_of
 from trainer_lib.runs.report.downsampling import means, thin
 from trainer_lib.runs.report.formatting import duration, flat, short
@@ -24,7 +24,7 @@ _MEANS = 300
 _ROWS = 500  # in the table of evaluations
 
 
-@dataclass
+@frozen_dataclass
 class Source:
     """A run in a report.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from trainer_lib.foundation.errors import PreparationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _PIPE_SPLIT = "pippy::_pipe_split"  # what torch.distributed.pipelining.pipe_split() calls
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 from trainer_lib.tracking.delivery.entries import EntryCalls, from_line
 from trainer_lib.tracking.delivery.spool import read_spool

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
@@ -18,8 +19,8 @@ _logger = get_logger(__name__)
 Unwritable = Literal["refuse", "leave out"]
 
 
-@dataclass(kw_only=True)
-class ArgumentsBase:
+@dataclass(kw_only=True, repr=False, eq=False)
+class ArgumentsBase(LightDataclass):
     """A dataclass of arguments that are declared by `setting`."""
 
     __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()

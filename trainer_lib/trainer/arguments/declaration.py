@@ -10,7 +10,7 @@ from enum import Enum
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, cast
 
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.trainer.arguments.type_hints import field_types, members
 from trainer_lib.trainer.arguments.value_checks import Check, check_for
 

@@ -51,7 +51,7 @@ _AUTO_SIZE = 64
 
 
 @documented
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class TrainingArguments(ArgumentsBase):
     """All settings of a run that can be written as text or numbers, checked when you create it.
 

@@ -28,7 +28,7 @@ DEBUGGING: str
 GENERATION: str
 TRACKERS: str
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False, eq=False)
 class TrainingArguments(ArgumentsBase):
     """All settings of a run that can be written as text or numbers, checked when you create it.
 

@@ -15,12 +15,11 @@ from trainer_lib.foundation.errors import (
     UnreachableError,
     did_you_mean,
 )
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import CHECKPOINTS, RUN_FILE, FoundRun, RunFolder, find_runs, new_run, read_run
 from trainer_lib.runs.run_lease import Lease
-from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, final_checkpoint, is_finished
 
 _logger = get_logger(__name__)
 
@@ -160,6 +159,8 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerpri
         if resume in ("auto", "extend"):
             raise ConfigurationError(f'resume="{resume}" looks for a run in output_dir. Give output_dir.')
         return ResumePoint(None, checkpoint)
+    from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, final_checkpoint, is_finished
+
     _check_writable(root)
     found = find_runs(root)
     number = 1 + max((candidate.run.facts.get("number", 0) for candidate in found), default=0)

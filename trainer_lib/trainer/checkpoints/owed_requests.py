@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.processes.exit_codes import Interruption
 
 
-@dataclass
-class OwedRequests:
+@dataclass(repr=False, eq=False)
+class OwedRequests(LightDataclass):
     """What is left to do of the last step, before the next one.
 
     Attributes:

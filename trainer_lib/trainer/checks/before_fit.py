@@ -22,10 +22,8 @@ from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset
-from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
 from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
 from trainer_lib.trainer.evaluation.outputs import Metric
-from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetric
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
 from trainer_lib.trainer.trainer_interface import TrainerInterface
@@ -45,6 +43,10 @@ def check(trainer: TrainerInterface) -> None:
     with raise_on_all_ranks(group, "fit"):
         sets = _check(trainer)
     check_same_on_all_ranks(group, _facts(trainer))
+    if group.size == 1:
+        return
+    from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
+
     for option, loader in sets.items():
         check_evaluation_data(group, loader, option)
 
@@ -354,6 +356,8 @@ def _in_all_sets(known: Sequence[str], sets: Sequence[str]) -> list[str]:
 
 
 def _may_be_several(metric: Metric) -> bool:
+    from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetric
+
     return isinstance(metric, (ObjectMetric, ModuleMetric)) or _is_foreign(metric)
 
 

@@ -1,8 +1,9 @@
-"""Counting and slicing the rows of a batch."""
+"""Counting and slicing the rows of a batch, and tensors as arrays."""
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
@@ -104,6 +105,12 @@ def check_splits(batch: Any, samples: int | None) -> None:
             "batch size, or a collate_fn that returns one row per sample."
         )
     take_rows(batch, 0, 1)
+
+
+def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as an array; numpy has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def _has_rows(leaf: Any) -> bool:

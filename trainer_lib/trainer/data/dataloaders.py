@@ -18,8 +18,6 @@ from trainer_lib.foundation.lengths import length_of
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.data.collate import PaddingCollate, collate
 from trainer_lib.trainer.data.datasets import Columns, as_dataset
-from trainer_lib.trainer.data.eval_samplers import longest_first
-from trainer_lib.trainer.data.limit_batches import limited_dataset, limited_loader
 from trainer_lib.trainer.data.train_samplers import LengthGroupedSampler, WeightedSampler, first_samples, lengths_of
 
 Collate = Callable[[list[Any]], Any]
@@ -100,6 +98,8 @@ def train_loader(
         data = _read_first_samples(data, max_samples or 0, seed, option)
     sampler: Sampler[Any] | None = None
     if not isinstance(data, IterableDataset) and longest_samples_first:
+        from trainer_lib.trainer.data.eval_samplers import longest_first
+
         sampler = longest_first(data, length_column, max_samples)
     if sampler is None and not isinstance(data, IterableDataset):
         lengths = lengths_of(data, length_column, option) if group_by_length else None
@@ -111,6 +111,8 @@ def train_loader(
             f"Leave {order_option} out, or give a map-style dataset."
         )
     elif sampler is None and limit is not None:
+        from trainer_lib.trainer.data.limit_batches import limited_dataset
+
         data = limited_dataset(data, limit, batch_size, num_processes)
     # An iterable dataset has no sampler: the loader's generator seeds its random numbers.
     seeded = sampler is None and seed is not None
@@ -220,15 +222,23 @@ def _limited_ready_loader(
         raise ConfigurationError(
             f"{option} is empty: the {type(loader.dataset).__name__} of its DataLoader has no samples."
         )
-    if overfit is None:
-        return loader if limit is None else limited_loader(loader, limit, num_processes)
-    if isinstance(loader.dataset, IterableDataset) or not iterates_as(loader.batch_sampler, "BatchSampler"):
+    count = limit if overfit is None else overfit
+    if count is None:
+        return loader
+    needs_order = overfit is not None
+    if needs_order and (
+        isinstance(loader.dataset, IterableDataset) or not iterates_as(loader.batch_sampler, "BatchSampler")
+    ):
         raise UnsupportedError(
             f"overfit_batches={overfit} needs a DataLoader whose first samples can be read again, and this one has "
             f"{'an iterable dataset' if isinstance(loader.dataset, IterableDataset) else 'a custom batch sampler'}. "
             "Give the dataset instead of a loader, or use limit_train_batches."
         )
-    limited = limited_loader(loader, overfit, num_processes)
+    from trainer_lib.trainer.data.limit_batches import limited_loader
+
+    limited = limited_loader(loader, count, num_processes)
+    if not needs_order:
+        return limited
     sampler = SequentialSampler(range(min(len(loader.dataset), len(limited.sampler))))  # type: ignore[arg-type]
     limited.batch_sampler.sampler = sampler  # type: ignore[union-attr]
     limited.__dict__["sampler"] = sampler

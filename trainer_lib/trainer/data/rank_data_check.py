@@ -34,8 +34,6 @@ def check_training_data(group: ProcessGroup, dataset: Any, prepared: PreparedLoa
     Raises:
         DistributedOperationException: If the order or the samples differ; on all ranks.
     """
-    if group.size == 1:  # what a shuffle takes to draw would be for no one
-        return
     keys = prepared.first_samples()
     check_same_on_all_ranks(group, {"the samples that an epoch begins with": keys and keys[:_SHOWN]})
     if not isinstance(prepared, DataLoaderDispatcher) and not isinstance(dataset, IterableDataset):
@@ -44,7 +42,7 @@ def check_training_data(group: ProcessGroup, dataset: Any, prepared: PreparedLoa
 
 def check_evaluation_data(group: ProcessGroup, loader: DataLoader[Any], option: str) -> None:
     """Check that all ranks read the same map-style evaluation set, by its first and last sample."""
-    if group.size > 1 and not isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader.dataset, IterableDataset):
         length = length_of(loader.dataset)
         _check(group, loader.dataset, [0, length - 1] if length else None, option)
 
@@ -55,8 +53,6 @@ def checked_stream(group: ProcessGroup, loader: PreparedLoader, batches: Iterato
     Raises:
         DistributedOperationException: If the stream differs on a rank; on all ranks.
     """
-    if not loader.reads_alike:
-        return batches
     first = next(batches, _END)
     digests: list[int | None] = group.all_gather_objects(loader.opening_digest)
     if None not in digests and len(set(digests)) > 1:

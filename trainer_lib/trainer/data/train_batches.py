@@ -6,7 +6,6 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.data import rank_data_check
 from trainer_lib.trainer.fit.context import FitContext
 
 _logger = get_logger(__name__)
@@ -31,9 +30,11 @@ class TrainBatches:
         """
         batches = iter(self._loader)  # has the workers, and is held until they were asked whether they live
         try:
-            if self._has_opened:
+            if self._has_opened or not self._loader.reads_alike:
                 yield batches
             else:
+                from trainer_lib.trainer.data import rank_data_check
+
                 self._has_opened = True
                 yield rank_data_check.checked_stream(self._context.group, self._loader, batches)
         except (RuntimeError, OSError, EOFError) as error:

@@ -17,8 +17,8 @@ from trainer_lib.foundation.errors import (
     ConfigurationError,
     DistributedOperationException,
 )
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
 from trainer_lib.foundation.lengths import length_of
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.trainer.data.compiled_batches import CompiledBatches
 from trainer_lib.trainer.evaluation.eval_batches import EvalBatches, Step
 from trainer_lib.trainer.evaluation.eval_loaders import prepared_for_evaluation

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_lib.events import Best
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.trainer.evaluation.eval_sets import ChosenSets
 from trainer_lib.trainer.evaluation.interrupted_eval import EvalInterruption, EvaluationInterrupted
 from trainer_lib.trainer.fit.context import FitContext

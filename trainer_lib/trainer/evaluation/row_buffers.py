@@ -10,7 +10,7 @@ from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves, named_leaves
-from trainer_lib.trainer.metrics.metric_adapters import as_array
+from trainer_lib.trainer.data.batch_rows import as_array
 
 if TYPE_CHECKING:
     from trainer_lib.data_loader.order.permutation import Positions

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import RunFolder
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan

@@ -9,7 +9,6 @@ from trainer_lib.runs.run_lease import Lease
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments import value_checks
 from trainer_lib.trainer.checkpoints.find_resume_point import ResumePoint, find_resume_point
-from trainer_lib.trainer.checkpoints.finished_runs import load_finished
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.fit.build_accelerator import numerics
 from trainer_lib.trainer.fit.session import FitSession
@@ -38,6 +37,8 @@ def fit(trainer: TrainerInterface, resume: str | AnyPath | None = None) -> FitRe
             at_end.callback(forget_checked)
         _begin(trainer, resume_point)
         if resume_point.is_finished and resume_point.folder is not None:
+            from trainer_lib.trainer.checkpoints.finished_runs import load_finished
+
             return load_finished(trainer, resume_point.folder, resume_point.checkpoint)
         return _train(trainer, resume_point, lease)
 

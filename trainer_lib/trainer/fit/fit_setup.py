@@ -16,7 +16,6 @@ from trainer_lib.runs import RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.checks import before_fit
-from trainer_lib.trainer.data import rank_data_check
 from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.fit.dispatched_models import refuse_offloaded_training
@@ -45,7 +44,10 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
     refuse_offloaded_training(models.listed)
     loader = accelerator.prepare_data_loader(unprepared)
     loader.trim_repeats()
-    rank_data_check.check_training_data(accelerator.group, unprepared.dataset, loader)
+    if accelerator.group.size > 1:  # for one process, what a shuffle takes to draw would be for no one
+        from trainer_lib.trainer.data import rank_data_check
+
+        rank_data_check.check_training_data(accelerator.group, unprepared.dataset, loader)
     optimizers = _optimizers(trainer)
     prepared = {name: accelerator.prepare_optimizer(optimizer) for name, optimizer in optimizers.items()}
     optimizer_modes.train(prepared.values())

@@ -8,7 +8,7 @@ from trainer_lib.events import Run, RunState
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.trainer.safety.deadline import Deadline
 
 _FIELDS = {"log": "log_every", "evaluate": "eval_every", "save": "save_every"}

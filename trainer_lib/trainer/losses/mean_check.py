@@ -14,7 +14,6 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
-from trainer_lib.trainer.losses.label_shift import device_of, has_token_labels, is_from_transformers, probing
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 
 _logger = get_logger(__name__)
@@ -94,7 +93,11 @@ class MeanCheck:
 
     def check_model(self, loss_of: ComputeLoss, batch: Any) -> None:
         """Check the loss that a model returns."""
-        if self._is_due() and is_from_transformers(self._bare):
+        if not self._is_due():
+            return
+        from trainer_lib.trainer.losses.label_shift import is_from_transformers, probing
+
+        if is_from_transformers(self._bare):
             has_more = bool(_further_labels(batch, self._label_names))
             with probing(self._bare):
                 is_mean = not has_more and self._measure(loss_of, self._count, batch, masks=True)
@@ -110,6 +113,8 @@ class MeanCheck:
                 loss = loss_fn(part[1], part[2])
                 # A LossResult has its own weight, so there is nothing to check.
                 return math.nan if isinstance(loss, LossResult) else loss
+
+            from trainer_lib.trainer.losses.label_shift import device_of
 
             whole = batch, outputs, targets
             with preserved_generators(device_of(self._bare)), torch.no_grad():
@@ -154,6 +159,8 @@ def _full_precision() -> Generator[None]:
 
 
 def _with_few_labels(batch: Any, label_names: Sequence[str] | None) -> Any:
+    from trainer_lib.trainer.losses.label_shift import has_token_labels
+
     labels = targets_of(batch, label_names)
     if not has_token_labels(labels):
         return batch

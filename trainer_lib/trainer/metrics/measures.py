@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
 from trainer_lib.foundation.signatures import cannot_take, function_name
 from trainer_lib.trainer.evaluation.outputs import Metric
-from trainer_lib.trainer.metrics.metric_spec import as_metrics
 
 
 class Measures(NamedTuple):
@@ -35,11 +34,20 @@ def measures_by_set(names: Sequence[str], metrics: Any, compute_metrics: Any) ->
     for function in compute_metrics.values() if isinstance(compute_metrics, Mapping) else [compute_metrics]:
         _check_compute_metrics(function)
     differs = _is_by_set(metrics, names)
-    of_all = as_metrics(None if differs else metrics)
+    of_all = _metrics_of(None if differs else metrics)
     by_name = compute_metrics if isinstance(compute_metrics, Mapping) else dict.fromkeys(("", *names), compute_metrics)
     return {
-        name: Measures(as_metrics(metrics.get(name)) if differs else of_all, by_name.get(name)) for name in ("", *names)
+        name: Measures(_metrics_of(metrics.get(name)) if differs else of_all, by_name.get(name))
+        for name in ("", *names)
     }
+
+
+def _metrics_of(spec: Any) -> dict[str, Metric]:
+    if spec is None:
+        return {}
+    from trainer_lib.trainer.metrics.metric_spec import as_metrics
+
+    return as_metrics(spec)
 
 
 def _check_compute_metrics(function: Any) -> None:

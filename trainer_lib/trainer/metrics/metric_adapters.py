@@ -5,13 +5,13 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.foundation.pytree import map_tensors, send_to_device
+from trainer_lib.trainer.data.batch_rows import as_array
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.metrics.running_metrics import chosen_classes
 
@@ -227,9 +227,3 @@ def _are_scores(predictions: Any, labels: Any) -> bool:
 
 def _as_arrays(tree: Any) -> Any:
     return map_tensors(as_array, tree)
-
-
-def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array; numpy has no bfloat16."""
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()

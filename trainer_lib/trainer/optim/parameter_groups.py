@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.patterns import no_match
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from trainer_lib.events import Run
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.processes.exit_codes import is_interactive
 from trainer_lib.processes.failure_record import record_failure
@@ -40,8 +41,8 @@ _BUSY = 0.02  # of a processor: a thread that computes more than that moves
 _logger = get_logger(__name__)
 
 
-@dataclass
-class _Peer:
+@dataclass(repr=False, eq=False)
+class _Peer(LightDataclass):
     """What is known of another rank: its last answer, and when that came."""
 
     told: dict[str, Any] = field(default_factory=dict[str, Any])

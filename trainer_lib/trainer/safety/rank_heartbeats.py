@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.processes.proc_stat import began_at
 
@@ -25,16 +26,16 @@ _END = b"\n"  # of an answer: a forked data worker may keep the connection open
 Facts = dict[str, Any]
 
 
-@dataclass
-class _Question:
+@dataclass(repr=False, eq=False)
+class _Question(LightDataclass):
     """A connection to another rank that has not answered yet."""
 
     rank: int
     received: bytes = b""
 
 
-@dataclass
-class Answers:
+@dataclass(repr=False, eq=False)
+class Answers(LightDataclass):
     """What other ranks answered.
 
     Attributes:

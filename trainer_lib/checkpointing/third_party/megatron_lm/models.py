@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 Weights = dict[str, Tensor]
 

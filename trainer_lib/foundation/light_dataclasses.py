@@ -1,4 +1,8 @@
-"""Frozen dataclasses that cost a fifth of `dataclass(frozen=True)` to define, since only `__init__` is compiled."""
+"""Dataclasses that cost a fraction of `dataclass` to define, since only `__init__` is compiled for each class.
+
+An `import` of the Trainer defines dozens of dataclasses, and `dataclass` compiles up to six methods for each, a
+millisecond in all.
+"""
 
 import reprlib
 from collections.abc import Callable
@@ -9,6 +13,33 @@ from typing import Any, TypeVar, dataclass_transform, overload
 T = TypeVar("T")
 
 
+class LightDataclass:
+    """The base of a `@dataclass(repr=False, eq=False)` whose instances are shown and compared as of any dataclass.
+
+    Examples:
+        >>> @dataclass(repr=False, eq=False)
+        ... class Options(LightDataclass):
+        ...     x: int = 0
+        >>> Options(1), Options(1) == Options(1), Options(1) == Options(2)
+        (Options(x=1), True, False)
+    """
+
+    __hash__ = None  # type: ignore[assignment]  # its fields may change
+
+    @reprlib.recursive_repr()
+    def __repr__(self) -> str:
+        """Return the name of the class, and all fields."""
+        shown = (f"{value.name}={getattr(self, value.name)!r}" for value in fields(self) if value.repr)  # type: ignore[arg-type]
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal."""
+        if other.__class__ is not self.__class__:
+            return NotImplemented
+        names = [value.name for value in fields(self) if value.compare]  # type: ignore[arg-type]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
 @overload
 @dataclass_transform(frozen_default=True, field_specifiers=(Field, field))
 def frozen_dataclass(kind: type[T], /) -> type[T]: ...
@@ -17,8 +48,7 @@ def frozen_dataclass(*, kw_only: bool = False, eq: bool = True) -> Callable[[typ
 def frozen_dataclass(kind: Any = None, /, *, kw_only: bool = False, eq: bool = True) -> Any:
     """Make a class a dataclass that nobody changes: type checkers refuse assignments, nothing checks them at run time.
 
-    An `import` of the Trainer defines dozens of these, and `dataclass` compiles six methods for each, a millisecond
-    in all. Instances are made faster as well.
+    Instances are made faster as well.
 
     Examples:
         >>> @frozen_dataclass(kw_only=True)
@@ -31,19 +61,13 @@ def frozen_dataclass(kind: Any = None, /, *, kw_only: bool = False, eq: bool = T
 
     def decorate(kind: Any) -> Any:
         if "__repr__" not in kind.__dict__:
-            kind.__repr__ = _represent
+            kind.__repr__ = LightDataclass.__repr__
         kind = dataclass(kind, repr=False, eq=False, kw_only=kw_only)
         if eq:
             _compare_by_value(kind)
         return kind
 
     return decorate if kind is None else decorate(kind)
-
-
-@reprlib.recursive_repr()
-def _represent(self: Any) -> str:
-    shown = (f"{value.name}={getattr(self, value.name)!r}" for value in fields(self) if value.repr)
-    return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
 def _compare_by_value(kind: Any) -> None:

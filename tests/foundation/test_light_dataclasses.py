@@ -1,10 +1,12 @@
-"""Frozen dataclasses whose methods are not compiled for each class."""
+"""Dataclasses whose methods are not compiled for each class."""
 
 import pickle
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainer_lib.foundation.frozen_dataclass import frozen_dataclass
+import pytest
+
+from trainer_lib.foundation.light_dataclasses import LightDataclass, frozen_dataclass
 
 
 @frozen_dataclass(kw_only=True)
@@ -63,3 +65,34 @@ def test_what_is_written_for_dataclasses_works():
     match Other(4):
         case Other(x):
             assert x == 4
+
+
+@dataclass(repr=False, eq=False)
+class Options(LightDataclass):
+    x: Any = 0
+    name: str = field(default="", compare=False)
+    secret: str = field(default="", repr=False)
+
+
+@dataclass
+class OwnOptions(Options):
+    y: int = 0
+
+
+def test_light_dataclasses_are_shown_and_compared_as_others_are():
+    assert Options(1, name="a") == Options(1, name="b")
+    assert Options(1) != Options(2)
+    assert Options(1) != OwnOptions(1)
+    assert Options(1) != 1
+    assert repr(Options(1, secret="s")) == "Options(x=1, name='')"
+    loop: list[Any] = []
+    loop.append(Options(loop))
+    assert repr(loop[0]) == "Options(x=[...], name='')"
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Options())
+
+
+def test_a_dataclass_derived_from_a_light_one_has_its_own_fields():
+    assert OwnOptions(1, y=2) != OwnOptions(1, y=3)
+    assert repr(OwnOptions(1, y=2)) == "OwnOptions(x=1, name='', y=2)"
+    assert replace(Options(1), x=3) == Options(3)
