@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -25,6 +24,7 @@ from trainer_lib.foundation.errors import (
     UnsupportedError,
     unknown,
 )
+from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _Result = TypeVar("_Result")
 
@@ -36,7 +36,7 @@ _PIECE = 64 << 20  # bytes that are passed on at a time, so that no whole file i
 _ANSWERS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
-@dataclass(frozen=True, order=True)
+@frozen_dataclass
 class RemotePath:
     """A file or folder behind a URL, with the methods of `pathlib.Path` that this library needs.
 
@@ -53,6 +53,10 @@ class RemotePath:
     def __str__(self) -> str:
         """Return the URL."""
         return f"{self.scheme}://{self.key}"
+
+    def __lt__(self, other: "RemotePath") -> bool:
+        """Whether it comes before another one when they are sorted."""
+        return (self.scheme, self.key) < (other.scheme, other.key)
 
     # -- names ---------------------------------------------------------------------------------------------------
 

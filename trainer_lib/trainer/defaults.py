@@ -27,7 +27,6 @@ from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
 from trainer_lib.trainer.optim.hidden_matrices import OPTIMIZERS, split_hidden_matrices
 from trainer_lib.trainer.optim.optimizers import build_optimizer
-from trainer_lib.trainer.optim.parameter_groups import group_parameters
 from trainer_lib.trainer.optim.schedules import build_schedule
 from trainer_lib.trainer.prepared_models import PreparedModels
 from trainer_lib.trainer.trainer_interface import TrainerInterface
@@ -102,6 +101,8 @@ def optimizers(trainer: TrainerInterface) -> Optimizer | dict[str, Optimizer]:
 def _optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -> Optimizer:
     if isinstance(given, Optimizer):
         return given
+    from trainer_lib.trainer.optim.parameter_groups import group_parameters
+
     assert model is not None  # what is to be made has a model
     args = trainer.args
     groups = group_parameters(model, args.weight_decay, args.parameter_groups)

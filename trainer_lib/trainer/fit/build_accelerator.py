@@ -25,7 +25,6 @@ from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.dispatched_models import dispatch
-from trainer_lib.trainer.optim.parameter_groups import freeze
 
 
 def build_accelerator(args: TrainingArguments) -> Accelerator:
@@ -103,7 +102,10 @@ def _ranks_with_own_data(args: TrainingArguments) -> int:
 
 def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> nn.Module:
     """Do what arguments ask of a model before it is prepared."""
-    freeze(model, args.parameter_groups)
+    if args.parameter_groups:
+        from trainer_lib.trainer.optim.parameter_groups import freeze
+
+        freeze(model, args.parameter_groups)
     dispatch(model, args)
     if args.gradient_checkpointing or args.activation_offload:
         from trainer_lib.modules.activation_checkpointing import save_activation_memory
