@@ -44,7 +44,7 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
     refuse_offloaded_training(models.listed)
     loader = accelerator.prepare_data_loader(unprepared)
     loader.trim_repeats()
-    if accelerator.group.size > 1:  # for one process, what a shuffle takes to draw would be for no one
+    if accelerator.group.size > 1:  # alone, what a shuffle takes to draw would be for nobody
         from trainer_lib.trainer.data import rank_data_check
 
         rank_data_check.check_training_data(accelerator.group, unprepared.dataset, loader)
