@@ -1,12 +1,12 @@
 """The table of events: each declared once, in order, with its facts, on its method of `Callback`."""
 
-import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
-_Method = TypeVar("_Method", bound=Callable[..., None])
+_Method = TypeVar("_Method", bound=FunctionType)
 
 
 @frozen_dataclass
@@ -33,7 +33,8 @@ def event(*, per_update: bool = False, changes: str = "") -> Callable[[_Method],
     """Declare a method of `Callback` as an event; the arguments are the facts of `Event`."""
 
     def declare(method: _Method) -> _Method:
-        (_, *arguments), text = inspect.signature(method).parameters, inspect.getdoc(method) or ""
+        _, *arguments = method.__code__.co_varnames[: method.__code__.co_argcount]
+        text = method.__doc__ or ""
         facts = Event(method.__name__, tuple(arguments), " ".join(text.split()), per_update, changes)
         method.__event__ = facts  # type: ignore[attr-defined]
         return method

@@ -3,7 +3,6 @@
 A rule takes the arguments it relates as its parameters, by their names.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ def check_rules(arguments: Any) -> None:
 
 
 def _rule(check: Rule) -> Rule:
-    RULES[check] = tuple(inspect.signature(check).parameters)
+    RULES[check] = check.__code__.co_varnames[: check.__code__.co_argcount]
     return check
 
 

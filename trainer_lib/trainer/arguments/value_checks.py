@@ -210,6 +210,8 @@ def instances(expected: type) -> Check:
 
 def parameter_groups(name: str, value: Any) -> list[Any]:
     """Lists of `ParameterGroup`."""
+    if isinstance(value, (list, tuple)) and not value:
+        return []
     from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 
     return instances(ParameterGroup)(name, value)
@@ -374,13 +376,13 @@ def read_duration(name: str, value: Any) -> float:
 
 def moment(name: str, value: Any) -> str | float:
     """A point in time, or "auto"."""
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
     if isinstance(value, timedelta) or (isinstance(value, str) and _is_duration(value)):
         raise ConfigurationError(
             f"{name}={shown(value)} is a duration. Give it as max_time, or give a point in time: datetime.now() + …."
         )
     if isinstance(value, str):
-        if value.lower() == "auto":
-            return "auto"
         with contextlib.suppress(ValueError):
             datetime.fromisoformat(value)
             return value
