@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.foundation.light_dataclasses import LightDataclass, frozen_dataclass
+from trainer_lib.options.base import KwargsHandler
 
 
 @frozen_dataclass(kw_only=True)
@@ -96,3 +97,13 @@ def test_a_dataclass_derived_from_a_light_one_has_its_own_fields():
     assert OwnOptions(1, y=2) != OwnOptions(1, y=3)
     assert repr(OwnOptions(1, y=2)) == "OwnOptions(x=1, name='', y=2)"
     assert replace(Options(1), x=3) == Options(3)
+
+
+def test_a_class_without_fields_is_shown_and_compared_as_any_object():
+    class Plain(KwargsHandler):
+        pass
+
+    plain = Plain()
+    assert plain == plain
+    assert plain != Plain()
+    assert "Plain object at" in repr(plain)

@@ -6,7 +6,7 @@ millisecond in all.
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform, overload
 
@@ -29,14 +29,16 @@ class LightDataclass:
     @reprlib.recursive_repr()
     def __repr__(self) -> str:
         """Return the name of the class, and all fields."""
-        shown = (f"{value.name}={getattr(self, value.name)!r}" for value in fields(self) if value.repr)  # type: ignore[arg-type]
+        if not is_dataclass(self):  # a class derived from a base of options
+            return super().__repr__()
+        shown = (f"{value.name}={getattr(self, value.name)!r}" for value in fields(self) if value.repr)
         return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         """Whether all fields are equal."""
-        if other.__class__ is not self.__class__:
+        if other.__class__ is not self.__class__ or not is_dataclass(self):
             return NotImplemented
-        names = [value.name for value in fields(self) if value.compare]  # type: ignore[arg-type]
+        names = [value.name for value in fields(self) if value.compare]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
