@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from threading import Event
-from time import sleep
+from time import monotonic, sleep
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +45,25 @@ def test_ranks_that_hang_show_their_stacks_and_are_replaced(capfd: pytest.Captur
     assert stacks.count("in wait_for_nobody") == 4
     assert stacks.count("in barrier") == 2
     assert not set(before) & set(run_world(os.getpid))
+
+
+@pytest.mark.slow
+def test_processes_without_a_call_keep_no_threads_of_gloo() -> None:
+    def meet() -> tuple[int, int]:
+        PartialState().wait_for_everyone()
+        return os.getpid(), threads_of(os.getpid())
+
+    met = run_world(meet)
+    assert all(count > 1 for _, count in met)
+    end = monotonic() + 60
+    while monotonic() < end and any(threads_of(process) > 1 for process, _ in met):
+        sleep(0.1)
+    assert [threads_of(process) for process, _ in met] == [1, 1]
+    assert [process for process, _ in run_world(meet)] == [process for process, _ in met], "the world still works"
+
+
+def threads_of(process: int) -> int:
+    return len(list(Path(f"/proc/{process}/task").iterdir()))
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ from trainer_lib.state import AcceleratorState, GradientState, PartialState
 
 _OUTPUTS = (1, 2)  # file descriptors
 _OTHERS = 0.05  # seconds that other ranks get to report their failures once one has failed
+_UNTIL_IDLE = 1.0  # seconds without a call, after which gloo's threads have dropped what the last one sent
 _BETWEEN_STACKS = 2.0  # seconds: stacks that differ are of processes that are slow, not hung
 _MOST_THREADS = 40  # of a process between calls, those outside of Python too
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
@@ -99,7 +100,7 @@ def close_worlds() -> None:
 def forget_world() -> None:
     """Leave the process group and reset the shared state, as in a process that has just started."""
     # A group that goes while gloo's thread still needs the interpreter, to drop the last collective's tensors, waits
-    # for that thread while it holds the interpreter: a deadlock. So a group is kept until the next one has been left.
+    # for that thread while it holds the interpreter: a deadlock. So a group is kept for a while.
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -291,6 +292,8 @@ def _serve(parent: int, connection: Connection, folder: str) -> None:
     gc.freeze()  # what the parent had imported need not be looked at when garbage is collected
     while True:
         try:
+            if not connection.poll(_UNTIL_IDLE):
+                _left_groups.clear()  # their threads would wake up a hundred times a second until the next call
             call: _Call = connection.recv()
             for descriptor in _OUTPUTS:
                 handle = recv_handle(connection)
