@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState
 from trainer_lib.events import Modifier, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.launchers.forked_process import begin
 from trainer_lib.processes.ports import free_port
 from trainer_lib.trainer.safety.hang_watchdog import EXIT_CODE
 
@@ -188,17 +191,13 @@ def started(folder: Path, how: str, ranks: int = 2, hangs: int = 0) -> tuple[lis
     """Start the ranks of a run by environment variables alone; return their exit codes, errors, and the time taken."""
     script = folder / "script.py"
     script.write_text(ALONE)
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "HANGS": str(hangs)}
     errors = [folder / f"errors-{rank}" for rank in range(ranks)]
     files = [path.open("wb") for path in errors]
+    # A run that does not wait for a save leaves that to the end of its interpreter, the watchdog ends without it.
+    start = _interpreter if how == "save" else _Fork
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder), how],
-            env={**common, **({"RANK": str(rank), **world} if ranks > 1 else {})},
-            stdout=subprocess.DEVNULL,
-            stderr=files[rank],
-        )
+        start([str(script), str(folder), how], _variables(rank, ranks, port, hangs), files[rank])
+        for port in (free_port(),)
         for rank in range(ranks)
     ]
     try:
@@ -210,6 +209,43 @@ def started(folder: Path, how: str, ranks: int = 2, hangs: int = 0) -> tuple[lis
             file.close()
     seconds = time.time() - float((folder / "hung").read_text())
     return codes, [path.read_text() for path in errors], seconds
+
+
+def _variables(rank: int, ranks: int, port: int, hangs: int) -> dict[str, str]:
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    return {"OMP_NUM_THREADS": "1", "HANGS": str(hangs), **(world if ranks > 1 else {})}
+
+
+def _interpreter(command: list[str], variables: dict[str, str], errors: BinaryIO) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables}
+    return subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+class _Fork:
+    """The same without importing torch again: a fork of this process, which no launcher watches either."""
+
+    def __init__(self, command: list[str], variables: dict[str, str], errors: BinaryIO) -> None:
+        self._process = get_context("fork").Process(target=self._run, args=(command, variables, errors, os.getpid()))
+        self._process.start()
+
+    @staticmethod
+    def _run(command: list[str], variables: dict[str, str], errors: BinaryIO, parent: int) -> None:
+        os.dup2(errors.fileno(), 2)
+        sys.stdout, sys.stderr = open(os.devnull, "w"), open(2, "w", closefd=False)  # noqa: SIM115, PTH123
+        begin(parent, variables, threads=1)
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End the process, if it has not ended."""
+        self._process.kill()
 
 
 def is_gone(pid: int) -> bool:
