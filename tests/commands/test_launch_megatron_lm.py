@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launched import run_as_script, run_launched
+from tests.launched import run_as_script
 from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
+from trainer_lib.commands.launch.launch_environment import script_variables
+from trainer_lib.commands.launch.launch_parser import parse
+from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation.environment import patch_environment
 from trainer_lib.foundation.errors import ConfigurationError
 
@@ -57,12 +60,13 @@ num_processes: 2
 """
 
 
-def launched(folder: Path, kind: str, *options: str, num_processes: int = 2) -> Any:
-    """Launch the script, and return the mesh and the weights that it wrote."""
-    done = run_launched(
-        f"import os; os.chdir({str(folder)!r})\n{SCRIPT}", folder, kind, options=options, num_processes=num_processes
-    )
-    assert done.returncode == 0, done.stderr
+def launched(folder: Path, kind: str, *options: str) -> Any:
+    """Run the script as ranks of a launch with these options, and return the mesh and the weights that it wrote."""
+    file = folder / "script.py"
+    file.write_text(f"import os; os.chdir({str(folder)!r})\n{SCRIPT}")
+    values = LaunchValues(parse([*options, str(file), kind])[0])
+    variables = {"ACCELERATE_USE_CPU": "1", **script_variables(values)}
+    run_world(run_as_script, ([str(file), kind],), values["num_processes"], **variables)
     return told(folder)
 
 
@@ -86,8 +90,6 @@ def by_hand() -> list[torch.Tensor]:
     return [weight.detach() for name, weight in model.named_parameters() if name.endswith("weight")]
 
 
-@pytest.mark.slow
-@pytest.mark.launch
 def test_a_loop_is_launched_from_a_file_of_accelerate(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     mesh, weights = launched(tmp_path, "loop", "--config_file", str(tmp_path / "config.yaml"))
@@ -95,11 +97,11 @@ def test_a_loop_is_launched_from_a_file_of_accelerate(tmp_path: Path) -> None:
     torch.testing.assert_close(weights, by_hand(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.launch
 def test_a_trainer_is_launched_by_options(tmp_path: Path) -> None:
     mesh, weights = launched(
-        tmp_path, "trainer", "--use_megatron_lm", "--megatron_lm_use_distributed_optimizer", "true"
+        tmp_path,
+        "trainer",
+        *("--num_processes", "2", "--use_megatron_lm", "--megatron_lm_use_distributed_optimizer", "true"),
     )
     run_world(run_as_script, ([str(tmp_path / "script.py"), "trainer"],), 2)
     plain, expected = told(tmp_path)

@@ -1,7 +1,5 @@
 """`trainer-lib test`: each check passes in a good world, fails in a wrong one, and the command starts them."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from tests.worlds import run_world
 from trainer_lib import Accelerator, DataLoaderConfiguration
 from trainer_lib.commands.main import main
+from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.testing import self_check
 
 CHECKS = [
@@ -62,24 +61,24 @@ def test_the_command_starts_the_world_of_the_configuration(tmp_path: Path, capfd
     assert lines[-1] == "All checks passed: this world trains as one process does."
 
 
-@pytest.mark.launch
-@pytest.mark.slow
-def test_a_check_that_fails_ends_the_launch_and_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text(
-        "from trainer_lib.testing import self_check\n"
-        "check = self_check.check_training\n"
-        "def wrong(accelerator):\n"
-        "    if accelerator.process_index == 1: raise self_check.CheckFailedError('differs')\n"
-        "    return check(accelerator)\n"
-        "self_check._CHECKS['Training'] = wrong\n"
-        "self_check.main()\n"
-    )
-    command = [sys.executable, "-m", "trainer_lib", "launch", "--cpu", "--num_processes", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "CheckFailedError: Training failed on rank 1: differs" in done.stderr
-    assert "All checks passed" not in done.stdout
+def test_a_check_that_fails_ends_its_process_and_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = self_check.check_training
+
+    def wrong(accelerator: Accelerator) -> str:
+        if accelerator.process_index == 1:
+            raise self_check.CheckFailedError("differs")
+        return check(accelerator)
+
+    monkeypatch.setitem(self_check._CHECKS, "Training", wrong)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    with pytest.raises(ProcessFailedError, match="CheckFailedError: Training failed on rank 1: differs") as caught:
+        run_forked(self_check.main, timeout=100)
+    assert caught.value.exit_code == 1
+    out = capfd.readouterr().out
+    assert "[ok] Accumulation: " in out
+    assert "All checks passed" not in out
 
 
 def test_the_checks_are_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
