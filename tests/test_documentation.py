@@ -38,8 +38,8 @@ SCRIPT = re.compile(r"```python\n# (\w+\.py)\n(.*?)```.*?```bash\n(.*?)```", re.
 PAGES = [
     page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if SCRIPT.search(page.read_text())
 ]
-# The commands of the first page a user reads, and those that are more than one start: a run that resumes, an exit code.
-TYPED = ["README.md", "multi_node.md", "state.md", "stopping.md"]
+# The commands of the first page a user reads, and those that need a shell: two launchers at once, an exit code.
+TYPED = ["README.md", "multi_node.md", "stopping.md"]
 
 
 @pytest.fixture(autouse=True)
