@@ -62,7 +62,8 @@ def parameters_alive() -> list[Tensor]:
     """Return all weights of this process: parts, gathered ones, and those that are on their way."""
     objects = gc.get_objects()
     arriving = [each.all_gather_output for each in objects if type(each).__name__ == "AllGatherResult"]
-    return [*(each for each in objects if isinstance(each, nn.Parameter)), *arriving]
+    alive = [each for each in objects if isinstance(each, Tensor)]  # is asked in C; nn.Parameter, in Python
+    return [*(each for each in alive if isinstance(each, nn.Parameter)), *arriving]
 
 
 class KeptTensors:
