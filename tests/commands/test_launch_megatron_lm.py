@@ -65,7 +65,7 @@ def launched(folder: Path, kind: str, *options: str) -> Any:
     file = folder / "script.py"
     file.write_text(f"import os; os.chdir({str(folder)!r})\n{SCRIPT}")
     values = LaunchValues(parse([*options, str(file), kind])[0])
-    variables = {"ACCELERATE_USE_CPU": "1", **script_variables(values)}
+    variables: dict[str, Any] = {"ACCELERATE_USE_CPU": "1", **script_variables(values)}
     run_world(run_as_script, ([str(file), kind],), values["num_processes"], **variables)
     return told(folder)
 
