@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.byte_sizes import convert_bytes
-from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.runs.report.charts import charts_of
 from trainer_lib.runs.report.downsampling import means, thin
 from trainer_lib.runs.report.formatting import duration, flat, short
@@ -24,8 +25,8 @@ _MEANS = 300
 _ROWS = 500  # in the table of evaluations
 
 
-@frozen_dataclass
-class Source:
+@dataclass(repr=False, eq=False)
+class Source(LightDataclass):
     """A run in a report.
 
     Args:
