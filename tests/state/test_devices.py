@@ -5,7 +5,7 @@ import torch
 
 from trainer_lib import WorldError
 from trainer_lib.foundation.launcher_variables import World
-from trainer_lib.state import devices
+from trainer_lib.processes import numa_affinity
 from trainer_lib.state.devices import choose_device, use_device
 
 
@@ -38,7 +38,7 @@ def test_too_few_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cores_near_the_device_are_used_if_the_launcher_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(devices, "set_numa_affinity", bound.append)
+    monkeypatch.setattr(numa_affinity, "set_numa_affinity", bound.append)
     use_device(torch.device("cuda", 1))
     assert bound == []
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
