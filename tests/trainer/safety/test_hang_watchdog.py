@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 import psutil
 import pytest
 
-from tests.launched import run_launched
+from tests.launched import run_as_script, run_launched
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState
@@ -194,10 +193,9 @@ def started(folder: Path, how: str, ranks: int = 2, hangs: int = 0) -> tuple[lis
     errors = [folder / f"errors-{rank}" for rank in range(ranks)]
     files = [path.open("wb") for path in errors]
     # A run that does not wait for a save leaves that to the end of its interpreter, the watchdog ends without it.
-    start = _interpreter if how == "save" else _Fork
+    start, port = _interpreter if how == "save" else _Fork, free_port()
     processes = [
         start([str(script), str(folder), how], _variables(rank, ranks, port, hangs), files[rank])
-        for port in (free_port(),)
         for rank in range(ranks)
     ]
     try:
@@ -233,8 +231,7 @@ class _Fork:
         os.dup2(errors.fileno(), 2)
         sys.stdout, sys.stderr = open(os.devnull, "w"), open(2, "w", closefd=False)  # noqa: SIM115, PTH123
         begin(parent, variables, threads=1)
-        sys.argv = command
-        runpy.run_path(command[0], run_name="__main__")
+        run_as_script(command)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code."""

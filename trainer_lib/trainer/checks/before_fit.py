@@ -43,12 +43,11 @@ def check(trainer: TrainerInterface) -> None:
     with raise_on_all_ranks(group, "fit"):
         sets = _check(trainer)
     check_same_on_all_ranks(group, _facts(trainer))
-    if group.size == 1:
-        return
-    from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
+    if group.size > 1:
+        from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
 
-    for option, loader in sets.items():
-        check_evaluation_data(group, loader, option)
+        for option, loader in sets.items():
+            check_evaluation_data(group, loader, option)
 
 
 def checked_loader(verb: str, loader: Any) -> DataLoader[Any]:

@@ -225,19 +225,17 @@ def _limited_ready_loader(
     count = limit if overfit is None else overfit
     if count is None:
         return loader
-    needs_order = overfit is not None
-    if needs_order and (
-        isinstance(loader.dataset, IterableDataset) or not iterates_as(loader.batch_sampler, "BatchSampler")
-    ):
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    if overfit is not None and (is_iterable or not iterates_as(loader.batch_sampler, "BatchSampler")):
         raise UnsupportedError(
             f"overfit_batches={overfit} needs a DataLoader whose first samples can be read again, and this one has "
-            f"{'an iterable dataset' if isinstance(loader.dataset, IterableDataset) else 'a custom batch sampler'}. "
+            f"{'an iterable dataset' if is_iterable else 'a custom batch sampler'}. "
             "Give the dataset instead of a loader, or use limit_train_batches."
         )
     from trainer_lib.trainer.data.limit_batches import limited_loader
 
     limited = limited_loader(loader, count, num_processes)
-    if not needs_order:
+    if overfit is None:
         return limited
     sampler = SequentialSampler(range(min(len(loader.dataset), len(limited.sampler))))  # type: ignore[arg-type]
     limited.batch_sampler.sampler = sampler  # type: ignore[union-attr]
