@@ -235,3 +235,8 @@ def test_commands_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with pytest.raises(CheckpointError, match=r"is damaged: model\.safetensors has the checksum"):
         load_checkpoint_in_model(toy.model(), states[0])
+
+
+def test_paths_are_sorted_as_their_urls_are() -> None:
+    urls = ["memory://a", "memory://a/b", "memory://b", "s3://a"]
+    assert [str(path) for path in sorted(map(path_at, reversed(urls)))] == urls
