@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ LAUNCHER_VARIABLES = {
 
 _SIGNALS = [getattr(signal, name) for name in REQUESTS]
 _WORLDS = ("run_world", "run_forked")
+_FOR_INTERPRETERS = str(Path(__file__).parent / "interpreters")  # that tests start
 _NO_FOLDER = "/nonexistent"  # no configuration of launches is there
 _OF_RANKS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
 _OF_MODELS = ("torch.distributed.pipelining", "transformers.models.gpt2.modeling_gpt2")  # a second in each process
@@ -52,8 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Its folders are in memory, but not in the long run of faults, where processes are killed while they wait for a disk.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as scripts and nohup start what runs in the background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:  # as in the background, and under nohup or perf
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), _FOR_INTERPRETERS]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     watch_leftovers(config, in_memory=not config.getoption("--soak"))
 
 

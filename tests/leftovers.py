@@ -99,6 +99,7 @@ def _of_this_process() -> list[str]:
     close_worlds()
     gc.unfreeze()
     gc.collect()  # a group of a test that is only referred to in a cycle
+    gc.freeze()  # pytest collects several times more
     commands = [(child.pid, " ".join(_command(child))) for child in psutil.Process().children()]
     children = [f"child process {pid}: {command}" for pid, command in commands if _HELPERS not in command]
     connections = psutil.Process().net_connections()
