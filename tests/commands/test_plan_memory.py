@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=64,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -111,6 +111,7 @@ def measured(name: str) -> dict[str, int]:
         kwargs_handlers=[MemoryKwargs(optimizer_in_backward=args.optimizer_in_backward)],
     )
     gc.collect()
+    gc.freeze()  # so that a look at what is alive need not pass all that was before
     before, watched, kept = held(parameters_alive()), [0], KeptTensors()
     model: Any = make_model()
     if args.gradient_checkpointing:
