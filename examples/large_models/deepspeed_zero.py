@@ -10,6 +10,7 @@ print the same losses.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -55,8 +56,9 @@ def write_config(folder: Path, stage: int) -> str:
         "zero_optimization": {"stage": stage},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"zero_{stage}.json"
-    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    file, draft = folder / f"zero_{stage}.json", folder / f"zero_{stage}-{os.getpid()}.json"
+    draft.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    draft.replace(file)  # at once, as another rank may be reading it
     return str(file)
 
 
