@@ -132,6 +132,20 @@ def test_memory_allocated_ahead_is_that_of_the_snapshot() -> None:
     assert all(torch.equal(more.tensors[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show its pages")
+def test_memory_asks_for_no_huge_pages() -> None:
+    snapshots = Snapshots()
+    snapshots.allocate([torch.ones(1 << 20)])
+    taken: Any = snapshots.take({"a": Tensors({"x": torch.ones(1 << 20)})})["a"]
+    address = taken.tensors["x"].data_ptr()
+    ranges = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    (memory,) = (
+        text for text in ranges[1:] if int(text.split("-")[0], 16) <= address < int(re.split("[- ]", text)[1], 16)
+    )
+    (flags,) = re.findall("^VmFlags: (.*)$", memory, re.MULTILINE)
+    assert "hg" not in flags.split()
+
+
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
