@@ -355,6 +355,15 @@ def test_stages_of_zero_print_the_same_losses(tmp_path: Path) -> None:
     assert float(told[1]) == pytest.approx(float(told[0]), abs=1e-5)
 
 
+def test_a_rank_that_reads_a_configuration_of_deepspeed_keeps_the_whole_file(tmp_path: Path) -> None:
+    write_config = runpy.run_path(f"{ROOT}/{LARGE}/deepspeed_zero.py")["write_config"]
+    with Path(write_config(tmp_path, 1)).open(encoding="utf-8") as read_by_another_rank:
+        file = Path(write_config(tmp_path, 1))
+        assert json.load(read_by_another_rank)["zero_optimization"] == {"stage": 1}
+        assert os.fstat(read_by_another_rank.fileno()).st_ino != file.stat().st_ino
+    assert list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.slow
 def test_a_big_model_says_what_the_whole_one_says(tmp_path: Path) -> None:
     options = ["--memory", "8MB", "--output_dir", str(tmp_path)]

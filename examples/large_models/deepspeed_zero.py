@@ -10,8 +10,8 @@ print the same losses.
 
 import argparse
 import json
-import os
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from sklearn.datasets import load_digits
@@ -56,7 +56,7 @@ def write_config(folder: Path, stage: int) -> str:
         "zero_optimization": {"stage": stage},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    file, draft = folder / f"zero_{stage}.json", folder / f"zero_{stage}-{os.getpid()}.json"
+    file, draft = folder / f"zero_{stage}.json", folder / f"zero_{stage}-{uuid4().hex}.json"
     draft.write_text(json.dumps(config, indent=2), encoding="utf-8")
     draft.replace(file)  # at once, as another rank may be reading it
     return str(file)
