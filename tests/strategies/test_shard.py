@@ -48,6 +48,9 @@ TWO = {
         plugin={"activation_checkpointing": True, "activation_checkpointing_offload": True}
     ),
     "ignored": Case(plugin={"ignored_modules": r"last|blocks\.1"}, steps=2),
+    "ignored, fused": Case(
+        plugin={"ignored_modules": "last"}, optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True)
+    ),
     "tied": Case(kind=Tied),
     "tied, others on meta": Case(kind=Tied, start=_on_meta_but_main),
     "others on meta": Case(start=_on_meta_but_main),

@@ -51,7 +51,7 @@ def _with_state(accelerator: Accelerator) -> None:
 
 def _mixed(accelerator: Accelerator) -> None:
     network = stack()
-    accelerator.prepare(network, torch.optim.AdamW(network.parameters(), foreach=True))
+    accelerator.prepare(network, torch.optim.Adafactor(network.parameters(), foreach=True))
 
 
 def _one_optimizer_for_two(accelerator: Accelerator) -> None:
@@ -122,8 +122,8 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
     (
         _mixed,
         {"ignored_modules": "last"},
-        "PreparationError: AdamW(foreach=True) cannot update shards and whole weights in one parameter group. These "
-        "weights stay whole: last.weight, last.bias.",
+        "PreparationError: Adafactor(foreach=True) cannot update shards and whole weights in one parameter group. "
+        "These weights stay whole: last.weight, last.bias.",
     ),
     (_one_optimizer_for_two, {}, "prepared"),
     (

@@ -20,6 +20,7 @@ from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import clamp_gradients, clip_norm, total_grad_norm
 from trainer_lib.strategies.fsdp import sharded_state
 from trainer_lib.strategies.fsdp.fully_shard import ShardedModel, Splitting
+from trainer_lib.strategies.shard_updates import update_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,6 +88,7 @@ class FSDP(Strategy):
         """
         if not any(known is optimizer for known, _ in self._step_hooks):
             self._step_hooks.append((optimizer, optimizer.register_step_post_hook(self._after_step)))
+        takes_any = update_shards(optimizer)
         for settings in optimizer.param_groups:
             parameters: list[Tensor] = settings["params"]
             if any(optimizer.state.get(parameter) for parameter in parameters if parameter in self._replacements):
@@ -96,7 +98,8 @@ class FSDP(Strategy):
                 )
             # In place: some optimizers hold a second reference to the list.
             parameters[:] = self.current_parameters([self._replacements.get(p, p) for p in parameters])
-            self._refuse_mixed(optimizer, settings)
+            if not takes_any:
+                self._refuse_mixed(optimizer, settings)
         self._after_step()
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -1,11 +1,11 @@
 """`SharedWeights`: weights that several stages hold: their gradients are summed, and count once in a norm."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.local_shards import laid_out
 from trainer_lib.strategies.clip_grad_norm import local_values
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, TensorSpec
 
@@ -40,7 +40,7 @@ class SharedWeights:
             weight.grad = None
         backward()
         for name, weight in self._weights.items():
-            gradient = torch.zeros_like(weight) if weight.grad is None else _laid_out(weight.grad, weight)
+            gradient = torch.zeros_like(weight) if weight.grad is None else laid_out(weight.grad, weight)
             (values,), earlier = local_values([gradient]), before[name]
             values.copy_(self._summed(name, values))
             weight.grad = gradient if earlier is None else earlier.add_(gradient)
@@ -56,10 +56,3 @@ class SharedWeights:
         for rank in others:
             self._exchange.send(gradient, rank)
         return gradient
-
-
-def _laid_out(gradient: Any, weight: Any) -> Any:
-    """Return a gradient split like its weight: those of a split embedding and of a split head differ."""
-    if not hasattr(weight, "_local_tensor") or gradient.placements == weight.placements:
-        return gradient
-    return gradient.redistribute(weight.device_mesh, weight.placements)

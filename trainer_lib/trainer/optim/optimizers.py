@@ -165,7 +165,8 @@ def _implementation(
     """Return which of torch's implementations to use, unless the options set it."""
     if any(options.get(name) is not None for name in ("fused", "foreach")) or options.get("differentiable"):
         return {}
-    if len({getattr(tensor, "device_mesh", None) for tensor in _tensors(groups) if tensor.dim()}) > 1:
+    meshes = {getattr(tensor, "device_mesh", None) for tensor in _tensors(groups) if tensor.dim()}
+    if len(meshes) > 1 and not _updates_shards(kind):
         return {"foreach": False} if "foreach" in known else {}  # one by one: some weights are split, others whole
     if (
         kind in _FUSED
@@ -174,6 +175,12 @@ def _implementation(
     ):
         return {"fused": True}
     return {"foreach": True} if "foreach" in known and str(getattr(kind, "__module__", "")).startswith("torch.") else {}
+
+
+def _updates_shards(kind: Callable[..., Any]) -> bool:
+    from trainer_lib.strategies.shard_updates import updates_shards
+
+    return isinstance(kind, type) and issubclass(kind, Optimizer) and updates_shards(kind)
 
 
 def _invalid_amount(**values: Any) -> str | None:
