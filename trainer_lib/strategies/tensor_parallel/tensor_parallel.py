@@ -16,7 +16,7 @@ from trainer_lib.strategies.align_generators import align_generators
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.fsdp import FSDP
 from trainer_lib.strategies.fsdp.fully_shard import Splitting
-from trainer_lib.strategies.tensor_parallel import styles
+from trainer_lib.strategies.tensor_parallel import layouts, split_layers, styles
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.plan import resolve
 
@@ -154,15 +154,15 @@ class MatrixSplitting(Splitting):
         materialize.replace(model, parts)
         for name, style in self.styles.items():
             module = model.get_submodule(name)
-            styles.install(module, styles.style_of(style, module), self._mesh)
+            split_layers.install(module, styles.style_of(style, module), self._mesh)
         if "colwise_loss_parallel" in self.styles.values():
-            model.register_forward_hook(styles.make_losses_plain)
+            model.register_forward_hook(layouts.make_losses_plain)
 
     def finish(self, model: nn.Module) -> None:
         """Have gradients summed that ranks compute parts of, and split where their weights are."""
         if not self.shards:  # FSDP2 does it with its own reduction
             for parameter in model.parameters():
-                styles.place_gradients(parameter)
+                layouts.place_gradients(parameter)
 
 
 def _placements(model: nn.Module, chosen: dict[str, str]) -> dict[Tensor, Any]:

@@ -1,0 +1,183 @@
+"""Split layers: linear layers, embeddings and norms that compute with plain tensors what this rank has a part of.
+
+Their weights are DTensors, for checkpoints, norms and optimizers. Operations on DTensors look up torch's rules of
+layouts, which takes longer than a small product of matrices, and far longer the first time. Here the layout of each
+tensor is known, and `torch.compile` sees plain operations.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from trainer_lib.strategies.tensor_parallel import experts
+from trainer_lib.strategies.tensor_parallel.layouts import (
+    convert_input,
+    convert_output,
+    converted,
+    final_layout,
+    local_part,
+    unaliased,
+)
+from trainer_lib.strategies.tensor_parallel.styles import LOGITS, PARTIAL, SPLIT, WHOLE, Style, features, is_conv1d
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def install(module: nn.Module, style: Style, mesh: "DeviceMesh") -> None:
+    """Have a module whose weights were split compute with them, and convert what goes in and what comes out."""
+    if style.splits == "experts":
+        experts.install(module, mesh)
+    elif style.gives is not None and is_known(module, style):
+        module.forward = partial(SplitLayer(module, style, mesh).forward, module)
+    else:
+        module.register_forward_pre_hook(convert_input(style, mesh), with_kwargs=True)
+        if style.gives is not None:
+            module.register_forward_hook(convert_output(style.gives, mesh))
+
+
+def is_known(module: nn.Module, style: Style) -> bool:
+    """Whether parts of weights give parts of the output, or of the sum that it is: not in a forward of the user's."""
+    if "forward" in vars(module) or set(module._parameters) - {"weight", "bias"}:  # pyright: ignore[reportPrivateUsage]
+        return False
+    kind = type(module)
+    if style.splits is None:  # each position of a sequence is normalized by itself
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            is_plain = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+            return is_plain and len(module.normalized_shape) == 1
+        return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")
+    if "weight" not in module._parameters:  # pyright: ignore[reportPrivateUsage] - it is computed from others
+        return False
+    if isinstance(module, nn.Embedding):
+        is_special = module.sparse or module.max_norm is not None or module.scale_grad_by_freq
+        return kind.forward is nn.Embedding.forward and not is_special
+    return kind.forward is nn.Linear.forward or (is_conv1d(module) and kind.__module__ == "transformers.pytorch_utils")
+
+
+class SplitLayer:
+    """What the forward of a split layer knows.
+
+    Args:
+        module: The layer, with its weights split.
+        style: How it is split.
+        mesh: The ranks.
+    """
+
+    def __init__(self, module: nn.Module, style: Style, mesh: "DeviceMesh") -> None:
+        self._style, self._mesh, self._gives = style, mesh, str(style.gives)
+        self._rank, self._group = mesh.get_local_rank(), mesh.get_group()
+        self._has = {"out": SPLIT, "in": PARTIAL, None: style.uses}[style.splits]  # of the output, before a message
+        self._inputs, self._outputs = (0, 0) if style.splits is None else features(module)
+        if style.splits is None:
+            self._compute: Callable[[Any, Tensor], Tensor] = self._normalized
+        else:
+            self._compute = self._embedded if isinstance(module, nn.Embedding) else self._multiplied
+
+    def __deepcopy__(self, memo: Any) -> "SplitLayer":
+        """Return the same object: copies of a module share its ranks."""
+        del memo
+        return self
+
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module does, with this rank's parts of its weights."""
+        (value,) = args or kwargs.values()
+        output = self._compute(module, value)
+        gives = final_layout(self._gives, module)
+        if self._has == PARTIAL and gives == WHOLE:
+            return _Sum.apply(output, self._group)
+        if self._has == gives:
+            return unaliased(output)
+        whole = converted(output, self._has, gives, self._mesh, self._outputs if self._has == SPLIT else None)
+        return whole if gives == LOGITS else unaliased(whole.to_local())
+
+    def _multiplied(self, module: Any, value: Tensor) -> Tensor:
+        value = self._entered(value, sums=self._has == SPLIT)
+        weight, bias = _part(module.weight), None if module.bias is None else _part(module.bias)
+        if bias is not None and self._has == PARTIAL:
+            bias = _OnOneRank.apply(bias, self._rank == 0)
+        if is_conv1d(module):
+            assert bias is not None
+            rows = torch.addmm(bias, value.reshape(-1, value.shape[-1]), weight)
+            return rows.view(*value.shape[:-1], weight.shape[1])
+        return linear(value, weight, bias)
+
+    def _entered(self, value: Any, sums: bool = False) -> Tensor:
+        """Return what the layer computes with; its gradient may be a sum of what the ranks compute."""
+        style = self._style
+        if style.takes != style.uses or hasattr(value, "_local_tensor"):
+            return local_part(converted(value, style.takes, style.uses, self._mesh), PARTIAL if sums else None)
+        return _SumGradients.apply(value, self._group) if sums else value  # type: ignore[return-value]
+
+    def _embedded(self, module: Any, indices: Tensor) -> Tensor:
+        weight, padding = _part(module.weight), module.padding_idx
+        if self._has != PARTIAL:
+            return embedding(indices, weight, padding)
+        count = weight.shape[0]
+        first = min(self._rank * -(-self._inputs // self._mesh.size()), self._inputs)
+        rows = indices - first
+        is_foreign = (rows < 0) | (rows >= count)
+        padding = padding - first if padding is not None and first <= padding < first + count else None
+        output = embedding(rows.masked_fill(is_foreign, 0), weight, padding)
+        return output.masked_fill(is_foreign.unsqueeze(-1), 0.0)
+
+    def _normalized(self, module: nn.Module, value: Tensor) -> Tensor:
+        weights: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage] - a property would need a Parameter
+        whole = dict(weights)
+        value = self._entered(value)
+        # Each rank has gradients of other positions or heads.
+        weights.update({name: _part(weight, PARTIAL) for name, weight in whole.items() if weight is not None})
+        try:
+            return type(module).forward(module, value)
+        finally:
+            weights.update(whole)
+
+
+def _part(weight: Any, gradient: str | None = None) -> Tensor:
+    return local_part(weight, gradient) if hasattr(weight, "_local_tensor") else weight
+
+
+class _SumGradients(torch.autograd.Function):
+    """Returns its input; the backward adds up the gradients that the ranks compute of it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Sum.apply(gradient, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """Adds up what the ranks have; the backward returns the gradient, which all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _SumGradients.apply(gradient, ctx.group), None
+
+
+class _OnOneRank(torch.autograd.Function):
+    """Returns its input on one rank and zeros on the others; all of them have the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, is_here: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        return value.view_as(value) if is_here else torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        return gradient, None
