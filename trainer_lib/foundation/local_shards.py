@@ -1,5 +1,6 @@
 """Sharded tensors: this rank's part as a plain tensor, and gradients that are split like their weights."""
 
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -7,12 +8,27 @@ from torch import Tensor
 
 def local_shard(tensor: Any) -> Tensor:
     """Return this rank's part of a tensor: of a weight that FSDP gathers in fp8, the values behind its wrapper."""
-    local = tensor if type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
+    local: Any = tensor if type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
     if type(local) is Tensor or not hasattr(local, "fsdp_pre_all_gather"):
         return local
     names, _ = local.__tensor_flatten__()
     inner = getattr(local, names[0])
     return inner if (inner.shape, inner.dtype) == (local.shape, local.dtype) else local
+
+
+def with_part(like: Any, part: Tensor) -> Any:
+    """Return a tensor that is split like another one, given this rank's part; a part of a plain tensor is all of it.
+
+    Operations on a DTensor would return the same, but look up torch's rules of layouts for each new shape.
+    """
+    if not hasattr(like, "_local_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    spec = copy(like._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    # Not from_local, which moves a part that is kept in host memory to the device of the mesh.
+    return DTensor(part, spec, requires_grad=False)
 
 
 def laid_out(gradient: Any, weight: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.local_shards import laid_out, local_shard
+from trainer_lib.foundation.local_shards import laid_out, local_shard, with_part
 
 # They compute each element by itself. Adafactor and Muon need whole matrices.
 _ELEMENTWISE = (
@@ -80,15 +80,10 @@ def _local(value: Tensor | None) -> Tensor | None:
 
 def _name_by_weights(weights: list[tuple[Tensor, Any]], optimizer: Any, *arguments: Any) -> None:
     """Move the momentum that SGD has stored under the parts of weights to the weights, as DTensors."""
-    from torch.distributed.tensor import DTensor
-
     del arguments
     for part, weight in weights:
         written, state = optimizer.state.pop(part, {}), optimizer.state[weight]
         momentum = written.get("momentum_buffer")  # not after an update that raised
         if momentum is not None and _local(state.get("momentum_buffer")) is not momentum:
-            state["momentum_buffer"] = DTensor.from_local(
-                momentum, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape,
-                stride=weight.stride(),
-            )  # fmt: skip
+            state["momentum_buffer"] = with_part(weight, momentum)
     weights.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import PreparationError
+from trainer_lib.foundation.local_shards import with_part
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 from trainer_lib.modules.ties import find_tied_parameters, retie_parameters
 from trainer_lib.process_group import ProcessGroup
@@ -62,7 +63,8 @@ def allocate(model: nn.Module, device: torch.device, shards_on: torch.device) ->
     for tensor in (*model.parameters(), *model.buffers()):
         place = shards_on if hasattr(tensor, "_local_tensor") else device
         if tensor.is_meta:
-            storage[tensor] = torch.empty_like(tensor, device=place)
+            part = torch.empty_like(getattr(tensor, "_local_tensor", tensor), device=place)
+            storage[tensor] = with_part(tensor, part)
             if isinstance(tensor, nn.Parameter):
                 storage[tensor] = nn.Parameter(storage[tensor], requires_grad=tensor.requires_grad)
         elif tensor.device != place:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.collectives.agreement import run_on_main_process
+from trainer_lib.foundation.local_shards import local_shard, with_part
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.state import check_fits, module_state
 from trainer_lib.options.fsdp1_translation import WholeState
@@ -123,7 +124,7 @@ class _TensorSpec:
 
     def empty_for(self, parameter: Any) -> Tensor:
         if self.shape == parameter.shape:
-            return torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+            return with_part(parameter, torch.empty_like(local_shard(parameter), dtype=self.dtype, requires_grad=False))
         from torch.distributed.tensor import Replicate, distribute_tensor
 
         mesh = parameter.device_mesh
