@@ -19,11 +19,13 @@ NORM = Message("all_reduce", DOUBLE)
 # with the first gradients.
 AGREEMENT = 5 * DOUBLE
 _PARTS = TINY.rows * TINY.length // 2 * TINY.width * SINGLE  # of the keys, or the values, of a layer on a rank
+# Gradients of the input of queries, keys and values travel as one, and so do those of the inner layers of an MLP.
+_SHARED_INPUTS = {Message("all_reduce", TINY.rows * TINY.length * TINY.width * SINGLE): (2 + 1) * TINY.layers}
 # Messages that only the training by hand sends, and those that only a Trainer sends.
 DIFFERENCES: dict[str, tuple[dict[Message, int], dict[Message, int]]] = {
     # torch reduces the norms of all weights, those of each layout by themselves; here their sum travels.
     "tp": (
-        {Message("all_reduce", 4 * SINGLE): 1, Message("all_reduce", 11 * SINGLE): 1},
+        {Message("all_reduce", 4 * SINGLE): 1, Message("all_reduce", 11 * SINGLE): 1} | _SHARED_INPUTS,
         {NORM: 1, Message("all_reduce", AGREEMENT): 1},
     ),
     # torch passes gradients of keys and values on, here they are scattered: half as many messages of twice the size.
@@ -41,7 +43,8 @@ DIFFERENCES: dict[str, tuple[dict[Message, int], dict[Message, int]]] = {
     ),
     "fsdp_tp": (
         {Message("all_reduce", 4 * SINGLE): 2, Message("all_reduce", 12 * SINGLE): 2}
-        | {Message("all_reduce", 5 * SINGLE): 1},
+        | {Message("all_reduce", 5 * SINGLE): 1}
+        | _SHARED_INPUTS,
         {NORM: 2, Message("all_reduce", AGREEMENT): 1},
     ),
 }

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 from torch.utils.data import default_collate
 
+from benchmarks.parallelism.messages import Messages
 from tests.strategies.split import LLAMA_SEQUENCES, Split, accelerator_for, data, llama, model_of
 from tests.worlds import run_world
+from trainer_lib.strategies.tensor_parallel import split_layers
 from trainer_lib.strategies.tensor_parallel.split_layers import is_known
 from trainer_lib.strategies.tensor_parallel.styles import STYLES
 from trainer_lib.utils import TorchDynamoPlugin
@@ -33,6 +35,24 @@ class Scaled(nn.Embedding):
         return 3.0 * super().forward(input)
 
 
+class Gated(nn.Module):
+    """Layers with one input, which is changed in place before the last of them if they do not train."""
+
+    def __init__(self, is_frozen: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up, self.late = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.is_frozen = is_frozen
+        for weight in (*self.gate.parameters(), *self.up.parameters(), *self.late.parameters()):
+            weight.requires_grad_(not is_frozen)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        given = inputs + 1.0
+        gated = self.gate(given).tanh() * self.up(given)
+        given = given.mul_(2.0) if self.is_frozen else given
+        return self.down(gated + self.late(given).sin())
+
+
 def conv1d(inputs: int, outputs: int) -> nn.Module:
     from transformers.pytorch_utils import Conv1D
 
@@ -51,17 +71,20 @@ class Case(NamedTuple):
     """Layers in a row, and how each is split."""
 
     layers: Callable[[], list[nn.Module]]
-    styles: tuple[str, ...]
+    styles: tuple[str, ...] | dict[str, str]
     indices: Tensor | None = None
     takes_dtensor: bool = False
 
 
+GATED = {"0.gate": "colwise", "0.up": "colwise", "0.late": "colwise", "0.down": "rowwise"}
 CASES = {
     "columns, then rows": Case(lambda: [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)], ("colwise", "", "rowwise")),
     "without biases": Case(
         lambda: [nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)], ("colwise", "rowwise")
     ),
     "parts of different sizes, gathered": Case(lambda: [nn.Linear(6, 5), nn.Tanh()], ("colwise_gather_output", "")),
+    "a shared input": Case(lambda: [Gated()], GATED),
+    "a shared input of frozen layers": Case(lambda: [Gated(is_frozen=True)], GATED),
     "rows of a whole input": Case(lambda: [nn.Linear(6, 6)], ("rowwise_split_input",)),
     "transposed": Case(lambda: [conv1d(6, 8), nn.Tanh(), conv1d(8, 6)], ("colwise", "", "rowwise")),
     "transposed and gathered": Case(lambda: [conv1d(6, 5)], ("colwise_gather_output",)),
@@ -93,7 +116,8 @@ def _computed(names: list[str]) -> list[dict[str, Tensor]]:
 
 def _of_case(case: Case) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    plan = {str(index): style for index, style in enumerate(case.styles) if style}
+    styles = case.styles
+    plan = styles if isinstance(styles, dict) else {str(index): style for index, style in enumerate(styles) if style}
     accelerator = accelerator_for(Split(plan=plan))
     model = accelerator.prepare(nn.Sequential(*case.layers()).double())
     inputs = torch.randn(2, 4, 6, dtype=torch.float64).requires_grad_() if case.indices is None else case.indices
@@ -110,7 +134,7 @@ def _of_case(case: Case) -> dict[str, Tensor]:
         (gradient,) = torch.autograd.grad(output.pow(3).sum(), inputs, create_graph=True)
         penalty = penalty + gradient.square().sum()
     penalty.backward()
-    gradients = {str(index): _whole(weight.grad) for index, weight in enumerate(weights)}
+    gradients = {str(index): _whole(w.grad) for index, w in enumerate(weights) if w.requires_grad}
     accelerator.free_memory()
     found = {"output": output.detach(), "of the copy": of_twin, **gradients}
     return found if inputs.grad is None else found | {"inputs": inputs.grad}
@@ -167,6 +191,23 @@ def test_a_forward_that_was_replaced_is_not_known() -> None:
     module = nn.Linear(2, 2)
     module.forward = lambda input: input  # type: ignore[method-assign]
     assert not is_known(module, STYLES["colwise"])
+
+
+def _messages(is_frozen: bool) -> tuple[list[int], bool]:
+    """Return the sizes of the messages of a backward, and whether an input is held after it."""
+    accelerator = accelerator_for(Split(plan=GATED))
+    model = accelerator.prepare(nn.Sequential(Gated(is_frozen)))
+    output = model(torch.randn(2, 6).requires_grad_())
+    with Messages() as messages:
+        output.sum().backward()
+    return [message.size for message in messages.counts.elements()], split_layers._shared_input._seen is not None
+
+
+@pytest.mark.parametrize(("is_frozen", "count"), [(False, 1), (True, 2)])
+def test_the_gradient_of_a_shared_input_is_one_message(is_frozen: bool, count: int) -> None:
+    for sizes, holds in run_world(_messages, (is_frozen,), 2):
+        assert sizes == [2 * 6 * 4] * count
+        assert not holds
 
 
 def _in_graphs(backend: str | None) -> tuple[list[float], int]:

@@ -111,7 +111,7 @@ class SplitLayer:
         style = self._style
         if style.takes != style.uses or hasattr(value, "_local_tensor"):
             return local_part(converted(value, style.takes, style.uses, self._mesh), PARTIAL if sums else None)
-        return _SumGradients.apply(value, self._group) if sums else value  # type: ignore[return-value]
+        return _shared_input.summed(value, self._group) if sums else value
 
     def _embedded(self, module: Any, indices: Tensor) -> Tensor:
         weight, padding = _part(module.weight), module.padding_idx
@@ -137,6 +137,38 @@ class SplitLayer:
             weights.update(whole)
 
 
+class _SharedInput:
+    """The input of the last layer, whose gradient is summed over the ranks once if the next layers have it too.
+
+    Queries, keys and values of attention have one input, and so have the two inner layers of a gated MLP: their
+    gradients are added up on each rank before one message, instead of a message for each layer.
+    """
+
+    def __init__(self) -> None:
+        self._seen: tuple[Tensor, Tensor, Any, int] | None = None
+
+    def summed(self, value: Tensor, group: Any) -> Tensor:
+        """Return a tensor that a layer computes with."""
+        if torch.compiler.is_compiling():
+            return _SumGradients.apply(value, group)  # type: ignore[return-value]
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if self._seen is not None:
+            seen, given, of_group, version = self._seen
+            if seen is value and of_group is group and version == value._version:
+                return given
+        given: Any = _SumGradients.apply(value, group)
+        self._seen = value, given, group, value._version
+        return given
+
+    def forget(self) -> None:
+        """Let the tensor go: its backward runs."""
+        self._seen = None
+
+
+_shared_input = _SharedInput()
+
+
 def _part(weight: Any, gradient: str | None = None) -> Tensor:
     return local_part(weight, gradient) if hasattr(weight, "_local_tensor") else weight
 
@@ -151,6 +183,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _shared_input.forget()
         return _Sum.apply(gradient, ctx.group), None
 
 
