@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.foundation.local_shards import local_shard
+from trainer_lib.foundation.local_shards import local_shard, with_part
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.single_device import SingleDevice
@@ -66,9 +66,7 @@ class WeightAverage(Modifier):
             self._strategy = run.accelerator.strategy
         self._names, self._weights = [self._strategy.whole_name(name) for name in tensors], list(tensors.values())
         self._all_names = self._strategy.names_of_all_parts(self._names)
-        values = [weight.detach() for weight in self._weights]
-        # A 16-bit average would not move: its small changes are lost in rounding.
-        self._averages = [value.float() if value.dtype in _NARROW else value.clone() for value in values]
+        self._averages = [with_part(weight, _copied(_local(weight).detach())) for weight in self._weights]
         self.updates = 0
         self._has_stepped = self._has_moved = False
         self._every.begin(run.state)
@@ -169,6 +167,11 @@ def _buffers(run: Run) -> dict[str, Any]:
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point()
     }
+
+
+def _copied(value: Tensor) -> Tensor:
+    # A 16-bit average would not move: its small changes are lost in rounding.
+    return value.float() if value.dtype in _NARROW else value.clone()
 
 
 def _local(tensor: Any) -> Tensor:
