@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,6 +68,12 @@ def rms_norm(width: int) -> nn.Module:
     return LlamaRMSNorm(width)
 
 
+def scaled_embedding() -> nn.Module:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    return Gemma3TextScaledWordEmbedding(7, 6, padding_idx=1, embed_scale=2.5)
+
+
 class Case(NamedTuple):
     """Layers in a row, and how each is split."""
 
@@ -92,6 +99,7 @@ CASES = {
     "vocabulary": Case(lambda: [nn.Embedding(7, 6)], ("embedding_rowwise",), TOKENS),
     "vocabulary with padding here": Case(lambda: [nn.Embedding(7, 6, padding_idx=1)], ("embedding_rowwise",), TOKENS),
     "vocabulary with padding there": Case(lambda: [nn.Embedding(7, 6, padding_idx=-1)], ("rowwise",), TOKENS),
+    "vocabulary of Gemma": Case(lambda: [scaled_embedding()], ("embedding_rowwise",), TOKENS),
     "width of an embedding": Case(lambda: [nn.Embedding(7, 6, padding_idx=5)], ("embedding_colwise",), TOKENS),
     "parts of sequences": Case(
         lambda: [nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), rms_norm(6)],
@@ -175,6 +183,7 @@ def test_a_split_layer_computes_what_the_whole_one_does(name: str, computed: Any
         (nn.LayerNorm([2, 2]), "sequence_parallel", False),
         (Normalized(2, 2), "rowwise", False),
         (Scaled(2, 2), "embedding_rowwise", False),
+        (scaled_embedding(), "embedding_rowwise", True),
         (nn.Embedding(2, 2, max_norm=1.0), "embedding_rowwise", False),
         (nn.Embedding(2, 2, scale_grad_by_freq=True), "embedding_rowwise", False),
         (nn.Embedding(2, 2, sparse=True), "embedding_rowwise", False),
@@ -216,10 +225,10 @@ def _in_graphs(backend: str | None) -> tuple[list[float], int]:
     counters.clear()
     plugin = TorchDynamoPlugin(backend=backend, fullgraph=True) if backend else None
     accelerator = accelerator_for(Split(plan=LLAMA_SEQUENCES), dynamo_plugin=plugin)
-    model = model_of(llama)
+    model = model_of(partial(llama, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses: list[float] = []
-    for _ in range(3):
+    for _ in range(2):
         loss = model(**default_collate(data(4)))["loss"]
         accelerator.backward(loss)
         optimizer.step()
@@ -232,7 +241,7 @@ def _in_graphs(backend: str | None) -> tuple[list[float], int]:
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # torch's compiler does so
 def test_a_split_model_compiles_to_one_graph() -> None:
     expected = run_world(_in_graphs, (None,), 2)
-    compiled = run_world(_in_graphs, ("aot_eager",), 2, timeout=120)
+    compiled = run_world(_in_graphs, ("aot_eager",), 2, timeout=240)
     for (losses, graphs), (eager, _) in zip(compiled, expected, strict=True):
         assert graphs == 1
         assert losses == pytest.approx(eager, rel=1e-6)

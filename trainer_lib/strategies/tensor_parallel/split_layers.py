@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from trainer_lib.strategies.tensor_parallel import experts
 from trainer_lib.strategies.tensor_parallel.layouts import (
@@ -47,16 +47,21 @@ def is_known(module: nn.Module, style: Style) -> bool:
         return False
     kind = type(module)
     if style.splits is None:  # each position of a sequence is normalized by itself
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            is_plain = kind.forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
-            return is_plain and len(module.normalized_shape) == 1
-        return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("RMSNorm")
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) > 1:
+            return False
+        return kind.forward is nn.LayerNorm.forward or _is_of(kind, nn.RMSNorm.forward, "RMSNorm")
     if "weight" not in module._parameters:  # pyright: ignore[reportPrivateUsage] - it is computed from others
         return False
     if isinstance(module, nn.Embedding):
         is_special = module.sparse or module.max_norm is not None or module.scale_grad_by_freq
-        return kind.forward is nn.Embedding.forward and not is_special
+        return _is_of(kind, nn.Embedding.forward, "ScaledWordEmbedding") and not is_special
     return kind.forward is nn.Linear.forward or (is_conv1d(module) and kind.__module__ == "transformers.pytorch_utils")
+
+
+def _is_of(kind: type[nn.Module], forward: Callable[..., Any], ending: str) -> bool:
+    """Whether a class has a forward of torch's, or is one of transformers' with a name that says what it computes."""
+    from_transformers = kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(ending)
+    return kind.forward is forward or from_transformers
 
 
 class SplitLayer:
@@ -116,25 +121,34 @@ class SplitLayer:
     def _embedded(self, module: Any, indices: Tensor) -> Tensor:
         weight, padding = _part(module.weight), module.padding_idx
         if self._has != PARTIAL:
-            return embedding(indices, weight, padding)
+            return _forward_with(module, indices, {"weight": weight}, {})
         count = weight.shape[0]
         first = min(self._rank * -(-self._inputs // self._mesh.size()), self._inputs)
         rows = indices - first
         is_foreign = (rows < 0) | (rows >= count)
         padding = padding - first if padding is not None and first <= padding < first + count else None
-        output = embedding(rows.masked_fill(is_foreign, 0), weight, padding)
+        given = rows.masked_fill(is_foreign, 0)
+        output = _forward_with(module, given, {"weight": weight}, {"padding_idx": padding})
         return output.masked_fill(is_foreign.unsqueeze(-1), 0.0)
 
     def _normalized(self, module: nn.Module, value: Tensor) -> Tensor:
         weights: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage] - a property would need a Parameter
-        whole = dict(weights)
-        value = self._entered(value)
         # Each rank has gradients of other positions or heads.
-        weights.update({name: _part(weight, PARTIAL) for name, weight in whole.items() if weight is not None})
-        try:
-            return type(module).forward(module, value)
-        finally:
-            weights.update(whole)
+        parts = {name: _part(weight, PARTIAL) for name, weight in weights.items() if weight is not None}
+        return _forward_with(module, self._entered(value), parts, {})
+
+
+def _forward_with(module: nn.Module, value: Tensor, weights: dict[str, Any], attributes: dict[str, Any]) -> Tensor:
+    """Run the forward of a module's class with other weights and attributes."""
+    parameters: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage] - these are no Parameters
+    whole, before = dict(parameters), {name: getattr(module, name) for name in attributes}
+    try:
+        parameters.update(weights)
+        vars(module).update(attributes)
+        return type(module).forward(module, value)
+    finally:
+        parameters.update(whole)
+        vars(module).update(before)
 
 
 class _SharedInput:
