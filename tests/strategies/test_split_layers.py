@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 from benchmarks.parallelism.messages import Messages
 from tests.strategies.split import LLAMA_SEQUENCES, Split, accelerator_for, data, llama, model_of
 from tests.worlds import run_world
-from trainer_lib.strategies.tensor_parallel import split_layers
 from trainer_lib.strategies.tensor_parallel.split_layers import is_known
 from trainer_lib.strategies.tensor_parallel.styles import STYLES
 from trainer_lib.utils import TorchDynamoPlugin
@@ -209,7 +208,9 @@ def _messages(is_frozen: bool) -> tuple[list[int], bool]:
     output = model(torch.randn(2, 6).requires_grad_())
     with Messages() as messages:
         output.sum().backward()
-    return [message.size for message in messages.counts.elements()], split_layers._shared_input._seen is not None
+    gate: Any = accelerator.unwrap_model(model).get_submodule("0.gate")
+    shared = gate.forward.func.__self__._shared_input
+    return [message.size for message in messages.counts.elements()], shared._seen is not None
 
 
 @pytest.mark.parametrize(("is_frozen", "count"), [(False, 1), (True, 2)])

@@ -8,6 +8,7 @@ tensor is known, and `torch.compile` sees plain operations.
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def install(module: nn.Module, style: Style, mesh: "DeviceMesh") -> None:
-    """Have a module whose weights were split compute with them, and convert what goes in and what comes out."""
+def install(module: nn.Module, style: Style, mesh: "DeviceMesh", inputs: "SharedInput") -> None:
+    """Have a module whose weights were split compute with them, and convert what goes in and what comes out.
+
+    Args:
+        module: The module.
+        style: How it was split.
+        mesh: The ranks.
+        inputs: The input that the layers of a model share; one object for all of them.
+    """
     if style.splits == "experts":
         experts.install(module, mesh)
     elif style.gives is not None and is_known(module, style):
-        module.forward = partial(SplitLayer(module, style, mesh).forward, module)
+        module.forward = partial(SplitLayer(module, style, mesh, inputs).forward, module)
     else:
         module.register_forward_pre_hook(convert_input(style, mesh), with_kwargs=True)
         if style.gives is not None:
@@ -71,13 +79,15 @@ class SplitLayer:
         module: The layer, with its weights split.
         style: How it is split.
         mesh: The ranks.
+        inputs: The input that the layers of a model share.
     """
 
-    def __init__(self, module: nn.Module, style: Style, mesh: "DeviceMesh") -> None:
+    def __init__(self, module: nn.Module, style: Style, mesh: "DeviceMesh", inputs: "SharedInput") -> None:
         self._style, self._mesh, self._gives = style, mesh, str(style.gives)
         self._rank, self._group = mesh.get_local_rank(), mesh.get_group()
         self._has = {"out": SPLIT, "in": PARTIAL, None: style.uses}[style.splits]  # of the output, before a message
-        self._inputs, self._outputs = (0, 0) if style.splits is None else features(module)
+        self._rows, self._columns = (0, 0) if style.splits is None else features(module)
+        self._shared_input = inputs
         if style.splits is None:
             self._compute: Callable[[Any, Tensor], Tensor] = self._normalized
         else:
@@ -97,7 +107,7 @@ class SplitLayer:
             return _Sum.apply(output, self._group)
         if self._has == gives:
             return unaliased(output)
-        whole = converted(output, self._has, gives, self._mesh, self._outputs if self._has == SPLIT else None)
+        whole = converted(output, self._has, gives, self._mesh, self._columns if self._has == SPLIT else None)
         return whole if gives == LOGITS else unaliased(whole.to_local())
 
     def _multiplied(self, module: Any, value: Tensor) -> Tensor:
@@ -116,14 +126,14 @@ class SplitLayer:
         style = self._style
         if style.takes != style.uses or hasattr(value, "_local_tensor"):
             return local_part(converted(value, style.takes, style.uses, self._mesh), PARTIAL if sums else None)
-        return _shared_input.summed(value, self._group) if sums else value
+        return self._shared_input.summed(value, self._group) if sums else value
 
     def _embedded(self, module: Any, indices: Tensor) -> Tensor:
         weight, padding = _part(module.weight), module.padding_idx
         if self._has != PARTIAL:
             return _forward_with(module, indices, {"weight": weight}, {})
         count = weight.shape[0]
-        first = min(self._rank * -(-self._inputs // self._mesh.size()), self._inputs)
+        first = min(self._rank * -(-self._rows // self._mesh.size()), self._rows)
         rows = indices - first
         is_foreign = (rows < 0) | (rows >= count)
         padding = padding - first if padding is not None and first <= padding < first + count else None
@@ -151,7 +161,7 @@ def _forward_with(module: nn.Module, value: Tensor, weights: dict[str, Any], att
         vars(module).update(before)
 
 
-class _SharedInput:
+class SharedInput:
     """The input of the last layer, whose gradient is summed over the ranks once if the next layers have it too.
 
     Queries, keys and values of attention have one input, and so have the two inner layers of a gated MLP: their
@@ -159,28 +169,25 @@ class _SharedInput:
     """
 
     def __init__(self) -> None:
-        self._seen: tuple[Tensor, Tensor, Any, int] | None = None
+        self._seen: tuple[Tensor, Tensor, int] | None = None
 
     def summed(self, value: Tensor, group: Any) -> Tensor:
         """Return a tensor that a layer computes with."""
         if torch.compiler.is_compiling():
-            return _SumGradients.apply(value, group)  # type: ignore[return-value]
+            return _SumGradients.apply(value, group, None)  # type: ignore[return-value]
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value
         if self._seen is not None:
-            seen, given, of_group, version = self._seen
-            if seen is value and of_group is group and version == value._version:
+            seen, given, version = self._seen
+            if seen is value and version == value._version:
                 return given
-        given: Any = _SumGradients.apply(value, group)
-        self._seen = value, given, group, value._version
+        given: Any = _SumGradients.apply(value, group, ref(self))
+        self._seen = value, given, value._version
         return given
 
     def forget(self) -> None:
         """Let the tensor go: its backward runs."""
         self._seen = None
-
-
-_shared_input = _SharedInput()
 
 
 def _part(weight: Any, gradient: str | None = None) -> Tensor:
@@ -191,14 +198,16 @@ class _SumGradients(torch.autograd.Function):
     """Returns its input; the backward adds up the gradients that the ranks compute of it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
+    def forward(ctx: Any, value: Tensor, group: Any, inputs: "ref[SharedInput] | None") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.inputs = group, inputs
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        _shared_input.forget()
-        return _Sum.apply(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inputs = None if ctx.inputs is None else ctx.inputs()
+        if inputs is not None:
+            inputs.forget()
+        return _Sum.apply(gradient, ctx.group), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -213,7 +222,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _SumGradients.apply(gradient, ctx.group), None
+        return _SumGradients.apply(gradient, ctx.group, None), None
 
 
 class _OnOneRank(torch.autograd.Function):

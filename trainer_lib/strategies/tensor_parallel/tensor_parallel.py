@@ -152,9 +152,10 @@ class MatrixSplitting(Splitting):
             part = distribute_tensor(parameter.detach(), self._mesh, [placement], src_data_rank=None)
             parts[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         materialize.replace(model, parts)
+        inputs = split_layers.SharedInput()
         for name, style in self.styles.items():
             module = model.get_submodule(name)
-            split_layers.install(module, styles.style_of(style, module), self._mesh)
+            split_layers.install(module, styles.style_of(style, module), self._mesh, inputs)
         if "colwise_loss_parallel" in self.styles.values():
             model.register_forward_hook(layouts.make_losses_plain)
 
