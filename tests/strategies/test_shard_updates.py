@@ -131,6 +131,30 @@ def test_gradients_that_are_split_otherwise_are_laid_out_like_their_weights() ->
         torch.testing.assert_close(weight, torch.ones(3) - 0.1 * momentum)
 
 
+def _after_an_error() -> bool:
+    """Return whether an update after one that raised is that of an optimizer which nothing happened to."""
+    weights: list[list[Tensor]] = []
+    for raises in (True, False):
+        model = _sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        update_shards(optimizer)
+        model(torch.ones(2, 3)).square().sum().backward()
+        if raises:
+            functions = inspect.getmodule(torch.optim.SGD)
+            with patch.object(functions, "sgd", side_effect=MemoryError), pytest.raises(MemoryError):
+                optimizer.step()
+        optimizer.step()
+        optimizer.step()
+        assert set(optimizer.state) == set(model.parameters())
+        assert {type(state["momentum_buffer"]).__name__ for state in optimizer.state.values()} == {"DTensor"}
+        weights.append([weight._local_tensor for weight in model.parameters()])  # type: ignore[attr-defined]
+    return all(torch.equal(value, other) for value, other in zip(*weights, strict=True))
+
+
+def test_an_update_that_raised_leaves_nothing_behind() -> None:
+    assert run_world(_after_an_error) == [True, True]
+
+
 def _types() -> list[bool]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="last"))
     network = stack()

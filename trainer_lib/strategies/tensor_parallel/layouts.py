@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.local_shards import laid_out
 from trainer_lib.foundation.pytree import map_tensors
 from trainer_lib.strategies.tensor_parallel.styles import HEADS, LOGITS, PARTIAL, SEQUENCE, SPLIT, WHOLE, Style
 
@@ -45,15 +46,14 @@ def place_gradients(parameter: Any) -> None:
 
 
 def _sum_parts(parameter: Any) -> None:
-    if any(placement.is_partial() for placement in parameter.grad.placements):
-        parameter.grad = parameter.grad.redistribute(parameter.device_mesh, parameter.placements)
+    parameter.grad = laid_out(parameter.grad, parameter)
 
 
 def convert_input(style: Style, mesh: "DeviceMesh") -> Callable[..., Any]:
     """Return a forward pre-hook that gives a module a DTensor in the layout that it computes with."""
 
     def convert(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = "" if args else first_tensor(kwargs)
+        name = "" if args else _first_tensor(kwargs)
         value = converted(kwargs[name] if name else args[0], style.takes, style.uses, mesh)
         if style.gives is None:  # its inner modules take plain tensors
             value = value.to_local()
@@ -106,7 +106,7 @@ def converted(value: Any, has: str, wants: str, mesh: "DeviceMesh", size: int | 
     return value.redistribute(mesh, [_placement(wants, value)])
 
 
-def local_part(value: Any, gradient: str | None) -> Tensor:
+def local_part(value: Any, gradient: str | None = None) -> Tensor:
     """Return what this rank has of a DTensor; its gradient may be a part of a sum (`PARTIAL`)."""
     from torch.distributed.tensor import Partial
 
@@ -143,6 +143,5 @@ def _placement(layout: str, value: Tensor) -> "Placement":
     return Replicate() if layout == WHOLE else Shard(_DIMENSIONS[layout] % value.dim())
 
 
-def first_tensor(kwargs: Mapping[str, Any]) -> str:
-    """Return the name of the first argument that is a tensor of numbers with a fraction."""
+def _first_tensor(kwargs: Mapping[str, Any]) -> str:
     return next(name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from trainer_lib.modules.tensor_slots import parameter_slots
 from trainer_lib.strategies.tensor_parallel import experts
 from trainer_lib.strategies.tensor_parallel.layouts import (
     convert_input,
@@ -51,14 +52,15 @@ def install(module: nn.Module, style: Style, mesh: "DeviceMesh", inputs: "Shared
 
 def is_known(module: nn.Module, style: Style) -> bool:
     """Whether parts of weights give parts of the output, or of the sum that it is: not in a forward of the user's."""
-    if "forward" in vars(module) or set(module._parameters) - {"weight", "bias"}:  # pyright: ignore[reportPrivateUsage]
+    own = parameter_slots(module)
+    if "forward" in vars(module) or set(own) - {"weight", "bias"}:
         return False
     kind = type(module)
     if style.splits is None:  # each position of a sequence is normalized by itself
         if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) > 1:
             return False
         return kind.forward is nn.LayerNorm.forward or _is_of(kind, nn.RMSNorm.forward, "RMSNorm")
-    if "weight" not in module._parameters:  # pyright: ignore[reportPrivateUsage] - it is computed from others
+    if "weight" not in own:  # it is computed from others
         return False
     if isinstance(module, nn.Embedding):
         is_special = module.sparse or module.max_norm is not None or module.scale_grad_by_freq
@@ -112,7 +114,7 @@ class SplitLayer:
 
     def _multiplied(self, module: Any, value: Tensor) -> Tensor:
         value = self._entered(value, sums=self._has == SPLIT)
-        weight, bias = _part(module.weight), None if module.bias is None else _part(module.bias)
+        weight, bias = local_part(module.weight), None if module.bias is None else local_part(module.bias)
         if bias is not None and self._has == PARTIAL:
             bias = _OnOneRank.apply(bias, self._rank == 0)
         if is_conv1d(module):
@@ -129,7 +131,7 @@ class SplitLayer:
         return self._shared_input.summed(value, self._group) if sums else value
 
     def _embedded(self, module: Any, indices: Tensor) -> Tensor:
-        weight, padding = _part(module.weight), module.padding_idx
+        weight, padding = local_part(module.weight), module.padding_idx
         if self._has != PARTIAL:
             return _forward_with(module, indices, {"weight": weight}, {})
         count = weight.shape[0]
@@ -142,15 +144,16 @@ class SplitLayer:
         return output.masked_fill(is_foreign.unsqueeze(-1), 0.0)
 
     def _normalized(self, module: nn.Module, value: Tensor) -> Tensor:
-        weights: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage] - a property would need a Parameter
         # Each rank has gradients of other positions or heads.
-        parts = {name: _part(weight, PARTIAL) for name, weight in weights.items() if weight is not None}
+        parts = {
+            name: local_part(weight, PARTIAL) for name, weight in parameter_slots(module).items() if weight is not None
+        }
         return _forward_with(module, self._entered(value), parts, {})
 
 
 def _forward_with(module: nn.Module, value: Tensor, weights: dict[str, Any], attributes: dict[str, Any]) -> Tensor:
     """Run the forward of a module's class with other weights and attributes."""
-    parameters: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage] - these are no Parameters
+    parameters: dict[str, Any] = parameter_slots(module)  # type: ignore[assignment]  # the others are no Parameters
     whole, before = dict(parameters), {name: getattr(module, name) for name in attributes}
     try:
         parameters.update(weights)
@@ -188,10 +191,6 @@ class SharedInput:
     def forget(self) -> None:
         """Let the tensor go: its backward runs."""
         self._seen = None
-
-
-def _part(weight: Any, gradient: str | None = None) -> Tensor:
-    return local_part(weight, gradient) if hasattr(weight, "_local_tensor") else weight
 
 
 class _SumGradients(torch.autograd.Function):
