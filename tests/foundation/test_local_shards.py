@@ -12,9 +12,10 @@ def _made() -> list[Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    like = distribute_tensor(torch.arange(15.0).view(5, 3).bfloat16(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    like: Any = distribute_tensor(torch.arange(15.0).view(5, 3).bfloat16(), init_device_mesh("cpu", (2,)), [Shard(0)])
     made = with_part(like, local_shard(like).float())
     assert (made.dtype, made.shape, made.placements) == (torch.float32, like.shape, like.placements)
+    assert made._spec == like.float()._spec, "what the rules of layouts look at"
     assert like.dtype is torch.bfloat16, "the other tensor's facts are its own"
     return [made.full_tensor(), like.float().full_tensor()]
 
