@@ -1,8 +1,12 @@
 """Mixed precision: what runs in which type, and updates that overflow."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tests.accelerator import toy
 from tests.worlds import run_world
@@ -253,3 +257,21 @@ def test_options_of_the_loss_scaler_are_ignored_without_one(precision: str, capl
     assert [record.message for record in caplog.records] == [
         f"GradScalerKwargs are ignored: only 'fp16' scales the loss (mixed_precision is {precision!r})."
     ]
+
+
+def test_a_mode_of_torch_functions_sees_the_backward() -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            backwards.append(func is torch.Tensor.backward)
+            return func(*args, **(kwargs or {}))
+
+    backwards: list[bool] = []
+    accelerator, weight = Accelerator(cpu=True), nn.Parameter(torch.ones(()))
+    loss = 3 * weight
+    with Seen():
+        accelerator.backward(loss)
+    assert backwards.count(True) == 1
+    assert weight.grad is not None
+    assert weight.grad.item() == 3

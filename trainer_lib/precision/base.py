@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward as _run_backward  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
+from torch.overrides import has_torch_function_unary
 
 from trainer_lib.options.precision_options import AutocastKwargs
 
@@ -76,10 +78,12 @@ class FullPrecision:
 def differentiate(loss: Tensor, divisor: float, options: dict[str, Any]) -> None:
     """Compute the gradients of `loss / divisor`, without the two operations of a division.
 
-    The gradient of the loss is given even where it is 1: torch would make a tensor of it each time.
+    The gradient of the loss is given even where it is 1: torch would make a tensor of it each time. And it is given to
+    autograd's engine itself: `Tensor.backward` would import sympy, for half a second, to compare two empty shapes.
     """
-    if type(loss) is Tensor and not loss.ndim and "gradient" not in options:
-        loss.backward(_one_over(divisor, loss.dtype, loss.device), **options)
+    if type(loss) is Tensor and not loss.ndim and not options and not has_torch_function_unary(loss):
+        gradient = _one_over(divisor, loss.dtype, loss.device)
+        _run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     elif divisor == 1.0:
         loss.backward(**options)
     else:
