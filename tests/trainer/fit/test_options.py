@@ -36,6 +36,16 @@ def test_settings_of_torch_hold_while_training_and_no_longer() -> None:
     assert gc.isenabled()
 
 
+def test_a_process_that_only_warns_of_random_results_does_so_again_after_a_run() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        trainer(arguments(max_steps=1, deterministic=True, use_cpu=False)).fit()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
     def blocks() -> nn.Module:
         torch.manual_seed(0)

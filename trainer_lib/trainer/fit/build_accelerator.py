@@ -131,8 +131,8 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
 @contextlib.contextmanager
 def numerics(args: TrainingArguments) -> Generator[None]:
     """Set torch to what arguments ask for, and back: TF32, determinism, the search for anomalies."""
-    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    deterministic = _determinism()
     if args.tf32 is not None:
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     if args.deterministic:
@@ -144,5 +144,11 @@ def numerics(args: TrainingArguments) -> Generator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic)
+        if _determinism() != deterministic:  # it imports torch's compiler, which takes as long as a run of a few steps
+            mode, warn_only = deterministic
+            torch.use_deterministic_algorithms(mode, warn_only=warn_only)
         torch.backends.cudnn.benchmark = benchmark
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
