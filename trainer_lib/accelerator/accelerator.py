@@ -17,6 +17,7 @@ from trainer_lib.accelerator.sequence_methods import SequenceMethods
 from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.weighted_backward import WeightedBackward, WeightedLoss
 from trainer_lib.context_parallel import sequence_split
+from trainer_lib.foundation.compiler_import import defer_compiler_import
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.compilation import undo_compilation
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
     from trainer_lib.precision.base import FullPrecision
     from trainer_lib.tracking.base import GeneralTracker
+
+defer_compiler_import()
 
 _logger = get_logger(__name__)
 

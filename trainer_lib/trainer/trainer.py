@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.compiler_import import defer_compiler_import
 from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, unknown
 from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.foundation.signatures import ConstructorSignature
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from trainer_lib.scheduler import AcceleratedScheduler
     from trainer_lib.trainer.losses.label_shift import LabelShift
     from trainer_lib.trainer.result import FitResult
+
+defer_compiler_import()
 
 
 _logger = get_logger(__name__)

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_lib.foundation.compiler_import import compiler_defaults
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
@@ -48,7 +49,7 @@ class DDP(Strategy):
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device_ids = None if self.device.type == "cpu" else [self.device.index]
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), compiler_defaults():
             # Its announced replacement also broadcasts buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._arguments)

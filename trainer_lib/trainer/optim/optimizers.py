@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.device_types import has_fused_adam
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
-from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.trainer.arguments.import_path import check_options, load, parameters_of, takes_any_keyword
 from trainer_lib.trainer.optim.optimizer_packages import PATHS, load_by_name
 
@@ -64,8 +63,7 @@ def build_optimizer(
     settings = _rates(kind, known, groups, learning_rate, weight_decay, owner) | options
     settings |= _implementation(kind, known, groups, torch.device(device), options)
     try:
-        with without_collections():  # the first optimizer has torch import its compiler
-            optimizer = kind(groups, **settings)
+        optimizer = kind(groups, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"{owner} cannot be created: {error}") from error
     if not isinstance(optimizer, Optimizer):
