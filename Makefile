@@ -24,7 +24,7 @@ endif
 
 help:
 	@echo "make demo       train a small network to read handwritten digits, in a minute"
-	@echo "make test       run the tests of the core: five to seven minutes on two cores"
+	@echo "make test       run the tests of the core: about five minutes on two cores"
 	@echo "make test-slow  run the tests that make test leaves out"
 	@echo "make test-deepspeed  run the tests that need DeepSpeed, in an environment of their own"
 	@echo "make test-all   run all tests, as .ci/run does"
