@@ -39,6 +39,7 @@ LEFT_OUT = {
     "it draws in a notebook": "NotebookChart",
     "it records memory of CUDA devices": "MemorySnapshot",
     "they send a message when a run ends, and nothing in a step": "Slack Webhook",
+    "the base classes of all others": "Callback Modifier",
     "functions, which cost what they call": "after ask_run before every once replay_batch samples_of_step top_losses",
 }
 

@@ -54,5 +54,7 @@ from trainer_lib.callbacks.trackers import TrackioCallback as TrackioCallback
 from trainer_lib.callbacks.trackers import WandbCallback as WandbCallback
 from trainer_lib.callbacks.value_and_adaptive_clipping import AdaptiveClipping as AdaptiveClipping
 from trainer_lib.callbacks.value_and_adaptive_clipping import ClipValue as ClipValue
+from trainer_lib.events import Callback as Callback
+from trainer_lib.events import Modifier as Modifier
 
 __all__: list[str]
