@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +111,30 @@ def test_no_collection_runs_within_an_import(is_enabled: bool, tmp_path: Path, m
         gc.enable()
         for module in [module for module in sys.modules if module.partition(".")[0] == name]:
             del sys.modules[module]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "trainer_lib.EarlyStopping",
+            "'EarlyStopping' from 'trainer_lib'. It is in trainer_lib.callbacks.",
+        ),
+        ("trainer_lib.callbacks.Trainer", "'Trainer' from 'trainer_lib.callbacks'. It is in trainer_lib."),
+        ("trainer_lib.TrainerCallback", "from 'trainer_lib'. Did you mean 'Callback'?"),
+        ("trainer_lib.callbacks.EarlyStoppingCallback", "Did you mean 'EarlyStopping'?"),
+    ],
+)
+def test_an_import_of_a_name_that_is_not_there_says_where_it_is(path: str, message: str) -> None:
+    package, _, name = path.rpartition(".")
+    with pytest.raises(ImportError, match=re.escape(message)) as raised:
+        __import__(package, fromlist=[name])  # what `from package import name` does first
+    assert raised.value.name == name
+
+
+def test_a_name_that_is_asked_for_may_be_missing() -> None:
+    assert not hasattr(importlib.import_module("trainer_lib"), "EarlyStopping")
+    assert not hasattr(importlib.import_module("trainer_lib.callbacks"), "_hidden")
+    with pytest.raises(AttributeError, match=r"no attribute 'EarlyStopping'. It is in trainer_lib.callbacks"):
+        _ = importlib.import_module("trainer_lib").EarlyStopping
+    __import__("trainer_lib", fromlist=["runs", "trainer"])  # folders without a name in the stub

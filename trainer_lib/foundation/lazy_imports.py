@@ -12,6 +12,10 @@ from typing import Any
 from trainer_lib.foundation.errors import did_you_mean
 
 _MANY = 100  # modules
+_ROOT = Path(__file__).parents[1]  # of the library
+_IMPORT_STATEMENT = (
+    "_handle_fromlist"  # the function of importlib that asks for names; it drops an AttributeError's text
+)
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -29,9 +33,11 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     def get(name: str) -> Any:
         if name not in modules:
-            # An AttributeError, since hasattr() and `from package import name` rely on it. `from package import module`
-            # asks here first, so a module that there is gets no suggestion, which takes milliseconds.
-            hint = "" if _is_module(Path(file).parent, name) else did_you_mean(name, modules)
+            # `from package import module` asks here first, so a module that there is gets no hint, for speed.
+            is_unknown = not name.startswith("_") and not _is_module(Path(file).parent, name)
+            hint = (_elsewhere(name, package) or did_you_mean(name, modules)) if is_unknown else ""
+            if is_unknown and _caller() == _IMPORT_STATEMENT:
+                raise ImportError(f"cannot import name {name!r} from {package!r}.{hint}", name=name, path=file)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
         with without_collections():
             value = getattr(importlib.import_module(modules[name]), name)
@@ -39,6 +45,20 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return value
 
     return get, lambda: sorted(modules), sorted(modules)
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    return frame.f_code.co_name
+
+
+def _elsewhere(name: str, package: str) -> str:
+    """Say which other package of the library has a name."""
+    for stub in [_ROOT / "__init__.pyi", *sorted(_ROOT.glob("*/__init__.pyi"))]:
+        other = ".".join([_ROOT.name, *stub.parent.relative_to(_ROOT).parts])
+        if other != package and f" {name} as {name}\n" in stub.read_text(encoding="utf-8"):
+            return f" It is in {other}."
+    return ""
 
 
 def _is_module(folder: Path, name: str) -> bool:
