@@ -74,7 +74,7 @@ class _Deferral:
         if name == _COMPILER and not self.is_over:
             self.is_over = True
             for method in self.methods:
-                delattr(method, _CHOICE)
+                vars(method).pop(_CHOICE, None)  # another thread may look for it at the same time
 
     def step(self, by_torch: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step that does what torch's does, less the import."""

@@ -13,9 +13,8 @@ from trainer_lib.foundation.errors import did_you_mean
 
 _MANY = 100  # modules
 _ROOT = Path(__file__).parents[1]  # of the library
-_IMPORT_STATEMENT = (
-    "_handle_fromlist"  # the function of importlib that asks for names; it drops an AttributeError's text
-)
+# The function of importlib that asks for the names of an import statement, which drops the text of an AttributeError.
+_IMPORT_STATEMENT = "_handle_fromlist"
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
