@@ -53,6 +53,9 @@ _OUTPUTS = (1, 2)  # file descriptors
 _OTHERS = 0.05  # seconds that other ranks get to report their failures once one has failed
 _UNTIL_IDLE = 1.0  # seconds without a call, after which gloo's threads have dropped what the last one sent
 _BETWEEN_STACKS = 2.0  # seconds: stacks that differ are of processes that are slow, not hung
+# Seconds in which gloo's threads drop the tensors of the last collective, for which they need the interpreter. A
+# garbage collection that finds a group waits for these threads, while it holds the interpreter.
+_UNTIL_DROPPED = 0.005
 _MOST_THREADS = 40  # of a process between calls, those outside of Python too
 _TIMED_OUT = 124  # the exit code of `timeout`, in shells
 
@@ -321,6 +324,7 @@ def _run(call: _Call) -> _Reply:
             with contextlib.suppress(ValueError, OSError):
                 stream.flush()
     forget_world()
+    sleep(_UNTIL_DROPPED)
     gc.collect()
     gc.freeze()  # what is left stays, such as imported modules: the next collection need not look at it
     is_idle = len(list(Path("/proc/self/task").glob("*"))) <= _MOST_THREADS
