@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 defer_compiler_import()
 
-
 _logger = get_logger(__name__)
 
 LossLike = Tensor | tuple[Tensor, Any] | LossResult
