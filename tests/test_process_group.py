@@ -1,6 +1,7 @@
 """Worlds of processes: how they form, what they say to one another, and when they give up."""
 
 import multiprocessing
+import pickle
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic
@@ -45,6 +46,39 @@ def test_a_lone_process_is_a_world_of_one() -> None:
     for say in ("broadcast", "broadcast_objects", "scatter_objects"):
         with pytest.raises(ConfigurationError, match="Rank 1 does not exist in a world of 1"):
             getattr(LoneProcess(), say)([], source=1)
+
+
+LONGEST = 1016  # bytes of a pickled object that fits into one message
+
+
+def test_objects_of_any_length_arrive_and_short_ones_take_one_message() -> None:
+    def body() -> list[tuple[bool, int]]:
+        group = PartialState(cpu=True).group
+        messages: list[int] = []
+        for name in ("all_gather", "broadcast"):
+            send = getattr(dist, name)
+            setattr(dist, name, lambda *args, _send=send, **kwargs: messages.append(1) or _send(*args, **kwargs))
+        overhead = len(pickle.dumps("x" * LONGEST)) - LONGEST
+
+        def texts(length: int) -> list[str]:
+            return [str(rank) * (length - overhead) for rank in range(group.size)]
+
+        found: list[tuple[bool, int]] = []
+        for longest in (overhead + 1, LONGEST, LONGEST + 1, 100_000):
+            messages.clear()
+            expected = [text if rank == 1 else "short" for rank, text in enumerate(texts(longest))]
+            found.append((group.all_gather_objects(expected[group.rank]) == expected, len(messages)))
+        for longest in (10, 100_000):
+            messages.clear()
+            sent = [["a" * longest], {"b": torch.arange(3)}]
+            values = sent if group.rank == 1 else [None, None]
+            received = group.broadcast_objects(values, source=1)
+            same = received is values and received[0] == sent[0] and torch.equal(received[1]["b"], torch.arange(3))
+            found.append((same, len(messages)))
+        return found
+
+    expected = [(True, 1), (True, 1), (True, 2), (True, 2), (True, 1), (True, 2)]
+    assert run_forked(body, num_processes=3) == [expected] * 3
 
 
 def test_processes_meet_where_all_come_with_the_same_value_in_time() -> None:

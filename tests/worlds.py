@@ -45,6 +45,7 @@ from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.launchers.fork import rank_variables
 from trainer_lib.launchers.forked_process import begin, leave, refuse_a_world
 from trainer_lib.launchers.process_failures import Failure, failed
+from trainer_lib.process_group import deadlines
 from trainer_lib.processes.exit_codes import exit_code_of
 from trainer_lib.processes.ports import free_port
 from trainer_lib.state import AcceleratorState, GradientState, PartialState
@@ -104,6 +105,7 @@ def forget_world() -> None:
     """Leave the process group and reset the shared state, as in a process that has just started."""
     # A group that goes while gloo's thread still needs the interpreter, to drop the last collective's tensors, waits
     # for that thread while it holds the interpreter: a deadlock. So a group is kept for a while.
+    deadlines.end_thread()
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -7,9 +7,9 @@ import atexit
 import contextlib
 import itertools
 import os
+import pickle
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +25,13 @@ from trainer_lib.foundation.device_types import default_backend, needs_accelerat
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
+from trainer_lib.processes.deadlines import Deadlines
 
+# Bytes of the message in which ranks tell the lengths of their objects: most objects fit, and need no second message.
+_FIRST_MESSAGE = 1024
+_HEADER = 8
+_LONGEST_IN_FIRST = _FIRST_MESSAGE - _HEADER
+deadlines = Deadlines()  # of collectives that other ranks may not have reached
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
 _BETWEEN_LOOKS = 0.02  # seconds
@@ -210,14 +216,27 @@ class TorchProcesses:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
+        pickled = pickle.dumps(value)
+        messages = self._all_gather_bytes(_first_message(pickled))
+        longest = max(map(_length, messages))
+        if longest > _LONGEST_IN_FIRST:
+            pickles = self._all_gather_bytes(bytearray(pickled).ljust(longest, b"\0"))
+        else:
+            pickles = [message[_HEADER:] for message in messages]
+        return [pickle.loads(data) for data in pickles]  # noqa: S301 - by ranks of this program; what follows is ignored
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Overwrite the list with that of one rank."""
         _check_rank(source, self.size)
-        dist.broadcast_object_list(values, group_src=source, group=self._group)
+        pickled = pickle.dumps(values) if self.rank == source else b""
+        message = self._broadcast_bytes(_first_message(pickled), source)
+        length = _length(message)
+        if length > _LONGEST_IN_FIRST:
+            data = self._broadcast_bytes(bytearray(pickled).ljust(length, b"\0"), source)
+        else:
+            data = message[_HEADER:]
+        if self.rank != source:
+            values[:] = pickle.loads(data)  # noqa: S301 - by a rank of this program
         return values
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
@@ -244,16 +263,31 @@ class TorchProcesses:
             return False
         return answer == b"yes"
 
-    @contextlib.contextmanager
-    def noticed_after(self, seconds: float, notice: Callable[[], object]) -> Generator[None]:
+    def noticed_after(self, seconds: float, notice: Callable[[], object]) -> AbstractContextManager[object]:
         """Call `notice` on a thread if the block takes longer than this."""
-        timer = threading.Timer(seconds, notice)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return deadlines.call_after(seconds, notice)
+
+    def _all_gather_bytes(self, message: bytearray) -> list[memoryview]:
+        sent = self._sendable(message)
+        received = sent.new_empty(self.size, len(message))
+        dist.all_gather(list(received), sent, group=self._group)
+        return [row.numpy().data for row in received.cpu()]
+
+    def _broadcast_bytes(self, message: bytearray, source: int) -> memoryview:
+        sent = self._sendable(message)
+        dist.broadcast(sent, group_src=source, group=self._group)
+        return sent.cpu().numpy().data
+
+    def _sendable(self, message: bytearray) -> Tensor:
+        # A copy, since gloo's threads would need the interpreter to let go of Python's memory.
+        return torch.frombuffer(message, dtype=torch.uint8).to(self._message_device, copy=True)
+
+    @property
+    def _message_device(self) -> torch.device:
+        # Such as "cpu:gloo,cuda:nccl": objects are sent between hosts where that is possible.
+        if "cpu:" in dist.get_backend_config(self._group):
+            return torch.device("cpu")
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
 
     def another(self) -> ProcessGroup:
         """Return a group of the same ranks, with separate connections."""
@@ -272,6 +306,7 @@ class TorchProcesses:
 
     def destroy(self) -> None:
         """Leave the group."""
+        deadlines.end_thread()
         _wait_for_gloo_threads()
         dist.destroy_process_group(self._group)
         _forget_layouts()
@@ -464,6 +499,16 @@ def _backend(device: torch.device, requested: str | None) -> str:
     if device.type == "cpu" and needs_accelerator(requested):
         raise ConfigurationError(f"backend={requested!r} does not work on the CPU. Use 'gloo', or leave it out.")
     return requested
+
+
+def _first_message(pickled: bytes) -> bytearray:
+    """Return the length of an object and, if it fits, the object."""
+    content = pickled if len(pickled) <= _LONGEST_IN_FIRST else b""
+    return bytearray(len(pickled).to_bytes(_HEADER, "little") + content).ljust(_FIRST_MESSAGE, b"\0")
+
+
+def _length(message: memoryview) -> int:
+    return int.from_bytes(message[:_HEADER], "little")
 
 
 @contextlib.contextmanager

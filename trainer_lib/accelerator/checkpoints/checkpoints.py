@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.save.background import BackgroundSaves
-from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
+from trainer_lib.collectives.agreement import HeldError, gather_checked
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnwritableError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
@@ -76,13 +76,16 @@ class Checkpoints:
 
     def leaders_choice(self, choose: Callable[[], AnyPath], operation: str) -> AnyPath:
         """Return the path that the leader chooses; raise on all ranks if `choose` fails on one."""
-        with raise_on_all_ranks(self.engine.group, operation, CheckpointError):
+        path, error = None, HeldError(operation, CheckpointError)
+        with error.held():
             try:
-                path = choose()
-            except OSError as error:
+                path = str(choose())
+            except OSError as failure:
                 kind = CheckpointError if operation == "load_state" else UnwritableError
-                raise kind(f"{error.filename} cannot be read: {error.strerror}.") from error
-        return path_at(gather_checked(self.engine.group, str(path), operation, CheckpointError)[self.leader])
+                raise kind(f"{failure.filename} cannot be read: {failure.strerror}.") from failure
+        reports = gather_checked(self.engine.group, error.pack(path), operation, CheckpointError)
+        error.raise_first([report for report, _ in reports])
+        return path_at(reports[self.leader][1])
 
     def project_folder(self, verb: str) -> AnyPath:
         """Return the folder of automatic naming; raise without one."""
