@@ -360,5 +360,5 @@ class _Start:
         torch.use_deterministic_algorithms(False)
         random.seed(0)
         np.random.seed(0)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each type of GPU
         forget_world()
