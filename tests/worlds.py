@@ -105,7 +105,7 @@ def forget_world() -> None:
     """Leave the process group and reset the shared state, as in a process that has just started."""
     # A group that goes while gloo's thread still needs the interpreter, to drop the last collective's tensors, waits
     # for that thread while it holds the interpreter: a deadlock. So a group is kept for a while.
-    deadlines.end_thread()
+    deadlines().end_thread()
     groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     if dist.is_initialized():
         dist.destroy_process_group()

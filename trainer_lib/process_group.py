@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,14 @@ from trainer_lib.foundation.device_types import default_backend, needs_accelerat
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
-from trainer_lib.processes.deadlines import Deadlines
+
+if TYPE_CHECKING:
+    from trainer_lib.processes.deadlines import Deadlines
 
 # Bytes of the message in which ranks tell the lengths of their objects: most objects fit, and need no second message.
 _FIRST_MESSAGE = 1024
 _HEADER = 8
 _LONGEST_IN_FIRST = _FIRST_MESSAGE - _HEADER
-deadlines = Deadlines()  # of collectives that other ranks may not have reached
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
 _BETWEEN_LOOKS = 0.02  # seconds
@@ -265,7 +267,7 @@ class TorchProcesses:
 
     def noticed_after(self, seconds: float, notice: Callable[[], object]) -> AbstractContextManager[object]:
         """Call `notice` on a thread if the block takes longer than this."""
-        return deadlines.call_after(seconds, notice)
+        return deadlines().call_after(seconds, notice)
 
     def _all_gather_bytes(self, message: bytearray) -> list[memoryview]:
         sent = self._sendable(message)
@@ -306,10 +308,18 @@ class TorchProcesses:
 
     def destroy(self) -> None:
         """Leave the group."""
-        deadlines.end_thread()
+        deadlines().end_thread()
         _wait_for_gloo_threads()
         dist.destroy_process_group(self._group)
         _forget_layouts()
+
+
+@cache
+def deadlines() -> "Deadlines":
+    """Return those of collectives that other ranks may not have reached."""
+    from trainer_lib.processes.deadlines import Deadlines  # a lone process does without
+
+    return Deadlines()
 
 
 def form(world: World, device: torch.device, options: InitProcessGroupKwargs) -> ProcessGroup:
