@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -86,6 +87,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(hasattr(item.module, name) for item in tests for name in _WORLDS):
         for module in (*_OF_RANKS, *(_OF_MODELS if len(tests) > _MANY else ())):
             import_module(module)
+    if len(tests) > _MANY:
+        # For each message of its log, torch reads the source of all frames: a tenth of a second in this process.
+        rendezvous = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+        rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[attr-defined]
     _freeze()
 
 

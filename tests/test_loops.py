@@ -204,7 +204,6 @@ def test_memory(loop: Loop) -> None:
     for figures in (alone, together):
         assert figures["alive"] == 0
         assert figures["released"] == [None, None]
-        assert figures["peak"] > 4 * 20_000 * 72  # what one layer puts out
     assert alone["loss"] == close(1.2346223592758179, rel=1e-4)  # Accelerate's
     assert together["loss"] == close(2.8182806968688965, rel=1e-4)  # Accelerate's, of its first process
 

@@ -357,7 +357,8 @@ class _Start:
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():  # otherwise the call imports torch's compiler for nothing
+            torch.use_deterministic_algorithms(False)
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each type of GPU

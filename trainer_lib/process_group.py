@@ -219,10 +219,10 @@ class TorchProcesses:
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks."""
         pickled = pickle.dumps(value)
-        messages = self._all_gather_bytes(_first_message(pickled))
+        messages = self._all_gather_bytes(_first_message(pickled), _FIRST_MESSAGE)
         longest = max(map(_length, messages))
         if longest > _LONGEST_IN_FIRST:
-            pickles = self._all_gather_bytes(bytearray(pickled).ljust(longest, b"\0"))
+            pickles = self._all_gather_bytes(pickled, longest)
         else:
             pickles = [message[_HEADER:] for message in messages]
         return [pickle.loads(data) for data in pickles]  # noqa: S301 - by ranks of this program; what follows is ignored
@@ -231,12 +231,9 @@ class TorchProcesses:
         """Overwrite the list with that of one rank."""
         _check_rank(source, self.size)
         pickled = pickle.dumps(values) if self.rank == source else b""
-        message = self._broadcast_bytes(_first_message(pickled), source)
+        message = self._broadcast_bytes(_first_message(pickled), _FIRST_MESSAGE, source)
         length = _length(message)
-        if length > _LONGEST_IN_FIRST:
-            data = self._broadcast_bytes(bytearray(pickled).ljust(length, b"\0"), source)
-        else:
-            data = message[_HEADER:]
+        data = self._broadcast_bytes(pickled, length, source) if length > _LONGEST_IN_FIRST else message[_HEADER:]
         if self.rank != source:
             values[:] = pickle.loads(data)  # noqa: S301 - by a rank of this program
         return values
@@ -269,20 +266,22 @@ class TorchProcesses:
         """Call `notice` on a thread if the block takes longer than this."""
         return deadlines().call_after(seconds, notice)
 
-    def _all_gather_bytes(self, message: bytearray) -> list[memoryview]:
-        sent = self._sendable(message)
-        received = sent.new_empty(self.size, len(message))
+    def _all_gather_bytes(self, data: bytes, size: int) -> list[memoryview]:
+        sent = self._message(data, size)
+        received = sent.new_empty(self.size, size)
         dist.all_gather(list(received), sent, group=self._group)
         return [row.numpy().data for row in received.cpu()]
 
-    def _broadcast_bytes(self, message: bytearray, source: int) -> memoryview:
-        sent = self._sendable(message)
+    def _broadcast_bytes(self, data: bytes, size: int, source: int) -> memoryview:
+        sent = self._message(data, size)
         dist.broadcast(sent, group_src=source, group=self._group)
         return sent.cpu().numpy().data
 
-    def _sendable(self, message: bytearray) -> Tensor:
-        # A copy, since gloo's threads would need the interpreter to let go of Python's memory.
-        return torch.frombuffer(message, dtype=torch.uint8).to(self._message_device, copy=True)
+    def _message(self, data: bytes, size: int) -> Tensor:
+        # In torch's memory, since gloo's threads would need the interpreter to let go of Python's.
+        message = torch.empty(size, dtype=torch.uint8)
+        message.numpy().data[: len(data)] = data
+        return message.to(self._message_device)
 
     @property
     def _message_device(self) -> torch.device:
@@ -511,10 +510,9 @@ def _backend(device: torch.device, requested: str | None) -> str:
     return requested
 
 
-def _first_message(pickled: bytes) -> bytearray:
+def _first_message(pickled: bytes) -> bytes:
     """Return the length of an object and, if it fits, the object."""
-    content = pickled if len(pickled) <= _LONGEST_IN_FIRST else b""
-    return bytearray(len(pickled).to_bytes(_HEADER, "little") + content).ljust(_FIRST_MESSAGE, b"\0")
+    return len(pickled).to_bytes(_HEADER, "little") + (pickled if len(pickled) <= _LONGEST_IN_FIRST else b"")
 
 
 def _length(message: memoryview) -> int:
