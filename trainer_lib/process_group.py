@@ -279,7 +279,7 @@ class TorchProcesses:
 
     def _message(self, data: bytes, size: int) -> Tensor:
         # In torch's memory, since gloo's threads would need the interpreter to let go of Python's.
-        message = torch.empty(size, dtype=torch.uint8)
+        message = torch.empty(size, dtype=torch.uint8, device="cpu")
         message.numpy().data[: len(data)] = data
         return message.to(self._message_device)
 
