@@ -74,13 +74,6 @@ def pytest_collectreport() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests: none of them should be the last that a single worker still runs."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import once what every rank of a world would import by itself, and keep all of it out of garbage collections."""
     tests = [item for item in session.items if isinstance(item, pytest.Function)]
