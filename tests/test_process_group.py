@@ -83,6 +83,15 @@ def test_objects_of_any_length_arrive_and_short_ones_take_one_message() -> None:
     assert run_forked(body, num_processes=3) == [expected] * 3
 
 
+@pytest.mark.parametrize(("backend", "device"), [("cuda:gloo", "cuda"), ("cpu:gloo,cuda:gloo", "cpu"), ("gloo", "cpu")])
+def test_objects_are_sent_from_host_memory_where_the_group_can(backend: str, device: str) -> None:
+    def body() -> str:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return str(TorchProcesses()._message_device)
+
+    assert run_forked(body, num_processes=1) == [device]
+
+
 def test_processes_meet_where_all_come_with_the_same_value_in_time() -> None:
     def body() -> list[bool]:
         group = PartialState(cpu=True).group

@@ -361,5 +361,7 @@ class _Start:
             torch.use_deterministic_algorithms(False)
         random.seed(0)
         np.random.seed(0)
-        torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each type of GPU
+        torch.default_generator.manual_seed(0)  # torch.manual_seed also formats the stack for each type of GPU
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
         forget_world()

@@ -230,7 +230,7 @@ class TorchProcesses:
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Overwrite the list with that of one rank."""
         _check_rank(source, self.size)
-        pickled = pickle.dumps(values) if self.rank == source else b""
+        pickled = pickle.dumps(list(values)) if self.rank == source else b""
         message = self._broadcast_bytes(_first_message(pickled), _FIRST_MESSAGE, source)
         length = _length(message)
         data = self._broadcast_bytes(pickled, length, source) if length > _LONGEST_IN_FIRST else message[_HEADER:]
@@ -278,17 +278,16 @@ class TorchProcesses:
         return sent.cpu().numpy().data
 
     def _message(self, data: bytes, size: int) -> Tensor:
-        # In torch's memory, since gloo's threads would need the interpreter to let go of Python's.
+        # In torch's memory: gloo's threads would need the interpreter to free Python's.
         message = torch.empty(size, dtype=torch.uint8, device="cpu")
         message.numpy().data[: len(data)] = data
         return message.to(self._message_device)
 
     @property
     def _message_device(self) -> torch.device:
-        # Such as "cpu:gloo,cuda:nccl": objects are sent between hosts where that is possible.
-        if "cpu:" in dist.get_backend_config(self._group):
-            return torch.device("cpu")
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        # Such as "cpu:gloo,cuda:nccl". From host memory, where the group has a backend for it.
+        devices = [pair.partition(":")[0] for pair in dist.get_backend_config(self._group).split(",")]
+        return torch.device("cpu" if "cpu" in devices else devices[0])
 
     def another(self) -> ProcessGroup:
         """Return a group of the same ranks, with separate connections."""
@@ -315,7 +314,7 @@ class TorchProcesses:
 
 @cache
 def deadlines() -> "Deadlines":
-    """Return those of collectives that other ranks may not have reached."""
+    """Return the deadlines of this process, for collectives that other ranks may not reach."""
     from trainer_lib.processes.deadlines import Deadlines  # a lone process does without
 
     return Deadlines()

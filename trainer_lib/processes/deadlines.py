@@ -1,11 +1,10 @@
 """Functions that are called where a block of code takes too long."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _PATIENCE = 1.0  # seconds
 
@@ -15,10 +14,11 @@ class Deadlines:
 
     Most blocks end long before, and starting a thread for each would take longer than the block. This thread sleeps
     until the deadline that it knows; blocks that begin and end in the meantime do not wake it. It ends when it wakes up
-    and there is no block.
+    and there is no block. While it calls one function, others wait. One object serves a process, as long as that lives.
 
     Example:
-        >>> with Deadlines().call_after(60, lambda: print("This takes a while.")):
+        >>> deadlines = Deadlines()
+        >>> with deadlines.call_after(60, lambda: print("This takes a while.")):
         ...     total = sum(range(10))
     """
 
@@ -32,13 +32,13 @@ class Deadlines:
         """Call `function` once, on the thread, if the block takes longer than this."""
         block, deadline = object(), time.monotonic() + seconds
         with self._lock:
-            self._blocks[block] = deadline, function
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
-                self._wakes_at = deadline
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="deadlines", daemon=True)
+                thread.start()  # it waits for the lock
+                self._thread, self._wakes_at = thread, deadline
             elif deadline < self._wakes_at:
                 self._wake.set()
+            self._blocks[block] = deadline, function
         try:
             yield
         finally:
@@ -49,7 +49,7 @@ class Deadlines:
         """End the thread, unless a block needs it; the next block starts another one."""
         with self._lock:
             thread = None if self._blocks else self._thread
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             self._wake.set()
             thread.join(_PATIENCE)  # a block may have begun in the meantime
 
@@ -66,9 +66,9 @@ class Deadlines:
             for function in functions:
                 try:
                     function()
-                except Exception as error:  # noqa: BLE001 - other blocks still need the thread
-                    sys.excepthook(type(error), error, error.__traceback__)
-            self._wake.wait(max(0.0, self._wakes_at - now))
+                except BaseException as error:  # noqa: BLE001 - other blocks still need the thread
+                    _report(error)
+            self._wake.wait(max(0.0, self._wakes_at - time.monotonic()))
             self._wake.clear()
 
     def _reset(self) -> None:
@@ -77,3 +77,10 @@ class Deadlines:
         self._wakes_at = 0.0
         self._lock = threading.Lock()
         self._wake = threading.Event()
+
+
+def _report(error: BaseException) -> None:
+    """Show an error as Python shows those that end a thread."""
+    with suppress(Exception):
+        details = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(details))
