@@ -6,13 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.faults.ledger import Ledger
+from tests.launched import INTERPRETERS
 from tests.leftovers import watch_leftovers
 from tests.worlds import forget_world, run_world, watch_patches
 from trainer_lib import logging as library_logging
@@ -35,7 +35,6 @@ LAUNCHER_VARIABLES = {
 
 _SIGNALS = [getattr(signal, name) for name in REQUESTS]
 _WORLDS = ("run_world", "run_forked")
-_FOR_INTERPRETERS = str(Path(__file__).parent / "interpreters")  # that tests start
 _NO_FOLDER = "/nonexistent"  # no configuration of launches is there
 _OF_RANKS = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
 _OF_MODELS = ("torch.distributed.pipelining", "transformers.models.gpt2.modeling_gpt2")  # a second in each process
@@ -58,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in _SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:  # as in the background, and under nohup or perf
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), _FOR_INTERPRETERS]
+    paths = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(INTERPRETERS)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     watch_leftovers(config, in_memory=not config.getoption("--soak"))
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+INTERPRETERS = ROOT / "tests" / "interpreters"  # with what each of them runs first
+PYTHON_PATH = os.pathsep.join([str(ROOT), str(INTERPRETERS)])  # of interpreters that are to find the library
 
 
 def run_as_script(command: Sequence[str]) -> None:
@@ -41,7 +43,7 @@ def run_launched(
     file.write_text(script)
     launcher = [sys.executable, "-m", "trainer_lib.commands.main", "launch"]
     launcher += ["--cpu", "--num_processes", str(num_processes), *options]
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    paths = filter(None, [PYTHON_PATH, os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     return subprocess.run(
         [*launcher, str(file), *arguments],

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import trainer_lib
+from tests.launched import PYTHON_PATH
 from tests.worlds import run_world
 from trainer_lib.commands.launch.launch_parser import parse
 from trainer_lib.launchers import ProcessFailedError
@@ -128,7 +129,7 @@ def test_commands_of_pages(name: str, script: str, commands: str, tmp_path: Path
     """As a user types them into a shell."""
     (tmp_path / "trainer-lib").write_text(f'#!/bin/sh\nexec {sys.executable} -m trainer_lib.commands.main "$@"\n')
     (tmp_path / "trainer-lib").chmod(0o755)
-    paths = {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    paths = {"PYTHONPATH": PYTHON_PATH, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     (tmp_path / name).write_text(script)
     commands = commands.replace("29511", str(free_port()))
     for command in [commands] if " &\n" in commands else commands.splitlines():

@@ -20,6 +20,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.launched import PYTHON_PATH
 from tests.worlds import run_world
 from trainer_lib.launchers import ProcessFailedError
 
@@ -32,7 +33,7 @@ EPOCH = re.compile(r"^epoch +(\d+): loss (\S+), accuracy (\S+)$", re.MULTILINE)
 
 def run(*command: str, timeout: float = 100) -> str:
     """Run Python in the root of the repository and return what it printed."""
-    environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {"PYTHONPATH": PYTHON_PATH, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -406,7 +407,7 @@ def test_adapters_over_minilm_are_saved_alone(tmp_path: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.filterwarnings("ignore")  # of the client, whose kernel is another process
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     notebook = nbformat.read(ROOT / "examples" / "digits.ipynb", as_version=4)
     NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

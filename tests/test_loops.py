@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.launched import run_as_script
+from tests.launched import PYTHON_PATH, run_as_script
 from tests.worlds import run_world
 from trainer_lib.commands.main import main
 
@@ -45,7 +45,7 @@ def test_a_script_under_the_launcher(
     tmp_path: Path, loop: Loop, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = tmp_path / "launched.json"
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     monkeypatch.chdir(ROOT)
     options = ["--cpu", "--num_processes", "2", "--num_cpu_threads_per_process", "1"]
     code = main(["launch", *options, "tests/loops/gradient_accumulation.py", "--figures", str(figures)])

@@ -12,7 +12,7 @@ import torch
 
 from tests.accelerate_docs.training import assert_plain, loss_function, parts
 from tests.accelerator import toy
-from tests.launched import ROOT
+from tests.launched import PYTHON_PATH
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
@@ -40,7 +40,7 @@ print(f"process {accelerator.process_index} of {accelerator.num_processes}\\n", 
 def test_torchrun_starts_a_world(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", "--standalone"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    variables = {**os.environ, "PYTHONPATH": PYTHON_PATH, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [*command, "script.py"], capture_output=True, text=True, check=True, timeout=120, env=variables
     )

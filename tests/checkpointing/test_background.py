@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.trainings import sharded, train, trained
+from tests.launched import PYTHON_PATH
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
 from trainer_lib.checkpointing.format.snapshot import Snapshots
@@ -395,7 +396,7 @@ def test_a_process_that_ends_finishes_its_save_first(how: str, code: int, proces
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = ["-m", "trainer_lib.commands.main", "launch", "--cpu", "--num_processes", str(processes)]
     command = [sys.executable, *(launch if processes else []), "script.py", "state", how]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -407,7 +408,7 @@ def test_a_process_that_ends_finishes_its_save_first(how: str, code: int, proces
 @pytest.mark.launch
 def test_an_unraised_error_is_logged_at_the_end_of_the_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, "script.py", "state", "fails"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False

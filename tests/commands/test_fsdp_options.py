@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.accelerator import toy
-from tests.launched import run_as_script
+from tests.launched import PYTHON_PATH, run_as_script
 from tests.strategies.sharded import stack
 from tests.worlds import run_world
 from trainer_lib import Accelerator
@@ -232,7 +232,7 @@ def test_a_configuration_file_of_accelerate_starts_fsdp2(
 ) -> None:
     file, figures = tmp_path / "config.yaml", tmp_path / "figures.json"
     file.write_text(CONFIG)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     monkeypatch.chdir(ROOT)
     script = ["tests/loops/fsdp.py", "--figures", str(figures), "--output_dir", str(tmp_path), "--epochs", "1"]
     assert main(["launch", "--config_file", str(file), *script]) == 0, capfd.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import ROOT
+from tests.launched import PYTHON_PATH
 from trainer_lib import ConfigurationError, UnsupportedError
 from trainer_lib.commands.launch.host_launch import host_commands, use_hostfile
 from trainer_lib.commands.launch.hostfile import read_hostfile, selected
@@ -158,7 +158,7 @@ def started(folder: Path, hostfile: Path, script: str, *, has_pdsh: bool = True)
     machines = ["--deepspeed_hostfile", str(hostfile), "--num_processes", "2", "--main_process_port", str(free_port())]
     machines += ["--shutdown_timeout", "3"]  # seconds that the others get when one fails
     path = [str(folder), os.environ["PATH"]] if has_pdsh else [str(Path(sys.executable).parent)]
-    variables = {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {"PATH": os.pathsep.join(path), "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*launcher, *machines, "script.py"],
         cwd=folder, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

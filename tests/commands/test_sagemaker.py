@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launched import ROOT
+from tests.launched import PYTHON_PATH
 from tests.remote.peer import LOOPBACK, server
 from trainer_lib.commands.launch.launch import launch_command_parser, sagemaker_launcher
 from trainer_lib.commands.main import main
@@ -145,7 +145,7 @@ def test_instances_run_what_was_uploaded(
         )
         resources = {"hosts": hosts, "current_host": host, "network_interface_name": "lo"}
         (root / "input/config/resourceconfig.json").write_text(json.dumps(resources))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
+        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "ACCELERATE_USE_CPU": "1"}
         started.append(subprocess.Popen(["bash", str(start)], env=environment))
     assert [process.wait(timeout=120) for process in started] == [0, 0]
     with tarfile.open(tmp_path / hosts[0] / "input/data/code/source.tar.gz") as archive:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.launched import PYTHON_PATH
 from trainer_lib import Trainer, TrainingArguments, set_seed
 from trainer_lib.commands.main import main
 from trainer_lib.commands.train.train_arguments import TrainArguments
@@ -550,10 +551,9 @@ def test_the_program_trains_on_two_ranks_and_helps_without_torch(folder: Path) -
     program = [sys.executable, "-m", "trainer_lib"]
     words = shlex.split("train --task tabular --model mlp --data flowers.csv --label_column kind --eval_fraction 0.2")
     words += shlex.split("--num_train_epochs 15 --learning_rate 0.02 --per_device_train_batch_size 4") + QUICK
-    root = str(Path(__file__).parents[2])
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200}
     launcher = ["launch", "--cpu", "--num_processes", "2", "-m", "trainer_lib"]
-    environment = {**os.environ, "PYTHONPATH": root}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run([*program, *launcher, *words], env=environment, check=False, **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("The model is in ") == 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launched import ROOT
+from tests.launched import PYTHON_PATH
 from tests.trainer.safety.test_elastic_restarts import uninterrupted
 from tests.worlds import run_world
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
@@ -98,7 +98,7 @@ def launch(machine: Machine, rank: int, folder: Path) -> subprocess.Popen[bytes]
     rendezvous = ["--main_process_ip=10.77.0.1", "--main_process_port=29511", "--rdzv_backend=c10d", "--rdzv_id=job"]
     launcher = [sys.executable, "-m", "trainer_lib", "launch", *options, *rendezvous, "script.py"]
     named = ["unshare", "--uts", "bash", "-c", 'hostname "$0" && exec "$@"', machine.name, *launcher]
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": machine.device}
+    variables = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": machine.device}
     with (folder / f"log_{rank}").open("wb") as log:
         return subprocess.Popen(
             ["ip", "netns", "exec", machine.name, *named],

@@ -16,6 +16,7 @@ import torch
 from tests.checkpointing.test_sharded import SHARDED, assert_same, engine
 from tests.checkpointing.test_sharded import run as run_sharded
 from tests.faults.trainings import train, trained
+from tests.launched import PYTHON_PATH
 from tests.remote.conftest import made
 from tests.remote.peer import Line
 from tests.trainer.checkpoints.test_resume import run
@@ -291,7 +292,7 @@ accelerator.save_state(sys.argv[1], background=True)
 @pytest.mark.launch
 def test_a_process_that_ends_waits(bucket: str, port: int) -> None:
     # By a name: looking it up takes a pool of threads, which Python ends early.
-    variables = {"AWS_ENDPOINT_URL": f"http://localhost:{port}", "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = {"AWS_ENDPOINT_URL": f"http://localhost:{port}", "PYTHONPATH": PYTHON_PATH}
     command = [sys.executable, "-c", ENDS, f"{bucket}/state"]
     subprocess.run(command, check=True, env={**os.environ, **variables}, timeout=60)
     verify_state(path_at(f"{bucket}/state"))

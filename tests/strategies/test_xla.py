@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launched import ROOT
+from tests.launched import PYTHON_PATH, ROOT
 from tests.strategies.xla_script import train
 from trainer_lib import Accelerator
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 def start(folder: Path, *command: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run Python beside the recorder."""
-    paths = f"{RECORDER}{os.pathsep}{ROOT}"
+    paths = f"{RECORDER}{os.pathsep}{PYTHON_PATH}"
     environment = os.environ | {"PYTHONPATH": paths, "RECORDED_CALLS": str(folder / "calls"), **variables}
     words = [sys.executable, *command, str(folder)]
     return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)

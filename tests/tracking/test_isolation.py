@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.launched import PYTHON_PATH
 from tests.tracking.misbehaving import Misbehaving, steps, taken
 from trainer_lib.commands.main import main
 from trainer_lib.tracking import GeneralTracker, Patience, TrackerGroup, register_tracker_class
@@ -303,7 +304,7 @@ print(time.time(), flush=True)  # the last step; what follows is the exit of a p
 def test_a_program_with_trackers_that_hang_ends_in_ten_seconds(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH},
         capture_output=True,
         text=True,
         timeout=60,
@@ -321,7 +322,7 @@ def test_the_process_of_a_tracker_needs_no_torch() -> None:
     modules = f"trainer_lib.tracking.delivery.tracker_process, {adapters}"
     loaded_modules = "{'torch', 'numpy', 'mlflow', 'comet_ml', 'wandb', 'trackio', 'tensorboard'} & set(sys.modules)"
     script = f"import sys, {modules}; print({loaded_modules})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.launched import PYTHON_PATH
 from trainer_lib.foundation.errors import MissingPackageError
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments.command_line import descriptions
@@ -34,7 +35,7 @@ def run(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "train.py", *options],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "COLUMNS": "100"},
+        env=os.environ | {"PYTHONPATH": PYTHON_PATH, "COLUMNS": "100"},
         capture_output=True,
         text=True,
         check=False,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.launched import PYTHON_PATH
 from tests.trainer.hub import READER, TOKEN, Hub, served
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import ConfigurationError, Trainer, WorldError, load_checkpoint_in_model
@@ -59,7 +60,7 @@ print(trainer.push_to_hub("sides", license="mit", private=True, commit_message="
 def test_a_program_pushes_to_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as hub:
         variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
-        for name, value in {**variables, "PYTHONPATH": str(Path(__file__).parents[3])}.items():
+        for name, value in {**variables, "PYTHONPATH": PYTHON_PATH}.items():
             monkeypatch.setenv(name, value)
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT],

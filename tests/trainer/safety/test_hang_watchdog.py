@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import psutil
 import pytest
 
-from tests.launched import run_as_script, run_launched
+from tests.launched import PYTHON_PATH, run_as_script, run_launched
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState
@@ -215,7 +215,7 @@ def _variables(rank: int, ranks: int, port: int, hangs: int) -> dict[str, str]:
 
 
 def _interpreter(command: list[str], variables: dict[str, str], errors: BinaryIO) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables}
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, **variables}
     return subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.DEVNULL, stderr=errors)
 
 

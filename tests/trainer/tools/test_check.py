@@ -15,6 +15,7 @@ from torch.nn.functional import dropout
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.launched import PYTHON_PATH
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.trainer.tools.test_sandbox import assert_same, outcome, state
 from tests.worlds import run_world
@@ -272,7 +273,7 @@ def test_the_command_checks_a_script_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--cpu", "--num_processes", "2", "script.py"]
     alone = ["--cpu", "--num_processes", "1", "script.py"]
