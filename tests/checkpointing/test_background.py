@@ -1,5 +1,6 @@
 """Background saves: they write the values at the time of the call, and report every failure."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -16,6 +17,7 @@ from torch import nn
 
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.trainings import sharded, train, trained
+from tests.imports import SAVING, as_if_not_imported
 from tests.launched import PYTHON_PATH
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
@@ -174,6 +176,27 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(CheckpointWriter, "write", wait)
     return may_go
+
+
+class Collecting:
+    """Notes for each module that is imported whether garbage collections are on."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, bool] = {}
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        self.modules[name] = gc.isenabled()
+
+
+def test_the_first_save_collects_no_garbage_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, _, _ = trained(tmp_path)
+    as_if_not_imported(SAVING, monkeypatch)
+    collecting = Collecting()
+    monkeypatch.setattr(sys, "meta_path", [collecting, *sys.meta_path])
+    accelerator.save_state(tmp_path / "state", background=True)
+    accelerator.wait_for_save()
+    assert collecting.modules[SAVING] is False
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")

@@ -113,6 +113,30 @@ def test_no_collection_runs_within_an_import(is_enabled: bool, tmp_path: Path, m
             del sys.modules[module]
 
 
+@pytest.mark.parametrize(("modules", "generation"), [(60, 2), (9, 0)])
+def test_what_a_large_import_made_counts_as_old_at_once(
+    modules: int, generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"package_of_{modules}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text(PACKAGE)
+    (tmp_path / name / "__init__.pyi").write_text(f"from {name}.part import seen as seen\n")
+    (tmp_path / name / "part.py").write_text("\n".join(f"from {name} import m{n}" for n in range(modules)) + "\nseen = []")
+    for number in range(modules):
+        (tmp_path / name / f"m{number}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        gc.unfreeze()  # what the session froze
+        seen = importlib.import_module(name).seen
+        gc.disable()
+        assert any(value is seen for value in gc.get_objects(generation))
+    finally:
+        gc.enable()
+        gc.freeze()
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            del sys.modules[module]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [

@@ -11,6 +11,7 @@ from trainer_lib.accelerator.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.strategies import Strategy
 
@@ -134,7 +135,8 @@ class CheckpointMethods(CollectiveMethods):
             >>> folder = accelerator.save_state("training/step_100")
             >>> accelerator.load_state(folder)
         """
-        from trainer_lib.accelerator.checkpoints.save_state import save
+        with without_collections():
+            from trainer_lib.accelerator.checkpoints.save_state import save
 
         return str(
             save(

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer_lib.foundation.errors import did_you_mean
 
-_MANY = 100  # modules
+_MANY = 50  # modules
 _ROOT = Path(__file__).parents[1]  # of the library
 # The function of importlib that asks for the names of an import statement, which drops the text of an AttributeError.
 _IMPORT_STATEMENT = "_handle_fromlist"

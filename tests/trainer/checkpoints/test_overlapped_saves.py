@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.imports import SAVING, as_if_not_imported
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import FullyShardedDataParallelPlugin, PartialState
@@ -128,6 +130,28 @@ def test_the_memory_of_the_first_save_is_allocated_before_it(tmp_path: Path) -> 
     padded = sum(-(-weight.nbytes // 64) * 64 for weight in weights)
     assert watch.sizes[0] == 3 * padded + 64 * len(weights)  # weights, two moments, and the step of each
     assert len(set(watch.sizes[1:])) == 1
+
+
+class ImportedAtSave(Callback):
+    """Notes at each save whether the modules that save are there."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_save_begin(self, run: Run, folder: Any) -> None:
+        del run, folder
+        self.seen.append(SAVING in sys.modules)
+
+
+def test_modules_that_save_are_imported_before_the_first_save_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_not_imported(SAVING, monkeypatch)
+    trainer(arguments(max_steps=3, save_every=None)).fit()
+    assert SAVING not in sys.modules
+    watch = ImportedAtSave()
+    checkpoints(tmp_path, watch)
+    assert watch.seen[0]
 
 
 class Killed(LateCopies):

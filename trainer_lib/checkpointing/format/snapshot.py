@@ -71,8 +71,8 @@ class Snapshots:
 
     def _copy_all(self, tensors: list[Tensor], left: Collection[int]) -> list[Tensor]:
         buffers = self._buffers(tensors)
-        pieces: list[tuple[Any, Any]] = []
-        later: list[tuple[Any, Any]] = []
+        now: list[tuple[Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
         sources_of_later: list[Tensor] = []
         streams, streams_of_later = _SideStreams(), _SideStreams()
         for tensor, buffer in zip(tensors, buffers, strict=True):
@@ -84,12 +84,12 @@ class Snapshots:
             if is_on_device:
                 (streams_of_later if is_left else streams).copy(source, buffer)
             elif is_plain:
-                (later if is_left else pieces).extend(_pieces(_bytes(source), _bytes(buffer)))
+                (later if is_left else now).append((source, buffer))
             else:
                 buffer.copy_(source)
             if is_left:
                 sources_of_later.append(source)
-        _copy(pieces)
+        _copy(now)
         streams.wait()
         copy_later = partial(_copy, later)
         self.copies = OverlappedCopies(sources_of_later, copy_later, streams_of_later) if sources_of_later else None
@@ -133,7 +133,9 @@ class _SideStreams:
             stream.synchronize()
 
 
-def _copy(pieces: list[tuple[Any, Any]]) -> None:
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors into others."""
+    pieces = [piece for source, target in pairs for piece in _pieces(_bytes(source), _bytes(target))]
     # Not torch's own threads: training uses them, and they do not survive the fork of a loader's workers.
     threads = min(torch.get_num_threads(), _THREADS, len(pieces))
     if threads < 2:

@@ -1,8 +1,11 @@
 """Whether copies for background saves may overlap with training: where only optimizers change weights."""
 
+import importlib
+
 from torch.optim import Optimizer
 
 from trainer_lib.checkpointing.format.overlapped_copies import versions_of
+from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.trainer.fit.context import FitContext
 
 _KNOWN = "torch.optim."  # these optimizers change weights and states in `step` alone
@@ -41,14 +44,17 @@ class OverlappedSaves:
         self._weights = []
 
     def allocate(self) -> None:
-        """Allocate the memory of the first save while training continues, after the first update of a fit."""
+        """Prepare the first save after the first update: import modules, and allocate memory while training continues."""
         self.has_memory: bool = True
         context, args = self._context, self._context.run.args
         checkpoints = context.accelerator.checkpoints
         writes_shards = checkpoints.engine.strategy.writes_shards
-        is_saved = args.save_interval is not None and context.folder is not None
-        if self._saves.overlapping and is_saved and (checkpoints.leads or writes_shards):
+        if args.save_interval is None or context.folder is None:
+            return
+        if self._saves.overlapping and (checkpoints.leads or writes_shards):
             self._saves.allocate(whole=not writes_shards)
+        with without_collections():  # now, so that the first save does not import them
+            importlib.import_module("trainer_lib.accelerator.checkpoints.save_state")
 
     def end(self) -> None:
         """Copy before `save_state` returns from now on."""
