@@ -121,7 +121,9 @@ def test_what_a_large_import_made_counts_as_old_at_once(
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(PACKAGE)
     (tmp_path / name / "__init__.pyi").write_text(f"from {name}.part import seen as seen\n")
-    (tmp_path / name / "part.py").write_text("\n".join(f"from {name} import m{n}" for n in range(modules)) + "\nseen = []")
+    (tmp_path / name / "part.py").write_text(
+        "\n".join(f"from {name} import m{n}" for n in range(modules)) + "\nseen = []"
+    )
     for number in range(modules):
         (tmp_path / name / f"m{number}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

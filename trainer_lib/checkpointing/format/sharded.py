@@ -27,6 +27,8 @@ from trainer_lib.tensor_files.rank_shards import (
     shard_file,
 )
 
+_Region = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and offsets
+
 
 @frozen_dataclass(kw_only=True)
 class ShardedWeights(Weights):
@@ -105,8 +107,11 @@ class ShardedOptimizer(State):
 
 def shard_files(name: str, tensors: Mapping[str, Any], rank: int) -> dict[str, Content]:
     """Return the file with this rank's shards of tensors."""
-    writes = cache(_writes)  # as many tensors have one sharding, and a mesh computes its ranks each time
-    chunks = {key: chunk for key, value in tensors.items() if (chunk := _chunk(value, rank, writes)) is not None}
+    # Many tensors have one sharding: torch computes ranks and regions from the mesh each time.
+    writes, region = cache(_writes), cache(_region)
+    chunks = {
+        key: chunk for key, value in tensors.items() if (chunk := _chunk(value, rank, writes, region)) is not None
+    }
     return {f"{name}{SHARDS_ENDING}/{shard_file(rank)}": shard_content(chunks)}
 
 
@@ -115,7 +120,7 @@ def filled_like(target: Any, saved: SavedTensor) -> Tensor:
     if not hasattr(target, "_local_tensor"):
         return saved.read().to(target.device)
     filled: Any = torch.empty_like(target, dtype=saved.dtype, requires_grad=False)
-    sizes, offsets = _region(target)
+    sizes, offsets = _region(target.shape, target.device_mesh, target.placements)
     if filled._local_tensor.numel():
         filled._local_tensor.copy_(saved.read(offsets, sizes))
     return filled
@@ -136,14 +141,17 @@ def _sharded_like(value: Any, parameter: Any) -> Any:
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _chunk(value: Any, rank: int, writes: Callable[[Any, Any], bool]) -> Chunk | None:
+def _chunk(
+    value: Any, rank: int, writes: Callable[[Any, Any], bool], region: Callable[[Any, Any, Any], _Region]
+) -> Chunk | None:
     """Return the part of a tensor that this rank writes; `None` if it writes none."""
     if not hasattr(value, "_local_tensor"):
         return Chunk(value, [0] * value.dim()) if rank == 0 else None
-    if not writes(value.device_mesh, value.placements):
+    sharding = value.device_mesh, value.placements
+    if not writes(*sharding):
         return None
     local = local_shard(value).detach()
-    return Chunk(local, _region(value)[1]) if local.numel() else None
+    return Chunk(local, region(value.shape, *sharding)[1]) if local.numel() else None
 
 
 def _writes(mesh: Any, placements: tuple[Any, ...]) -> bool:
@@ -155,8 +163,8 @@ def _writes(mesh: Any, placements: tuple[Any, ...]) -> bool:
     return 0 in mesh.mesh and not any(at and placement.is_replicate() for at, placement in places)
 
 
-def _region(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _region(shape: Any, mesh: Any, placements: Any) -> _Region:
     """Return the sizes and offsets of this rank's shard."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return compute_local_shape_and_global_offset(shape, mesh, placements)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
+from trainer_lib.foundation.local_shards import local_shard
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.processes.thread_priority import yield_cores
@@ -112,7 +113,7 @@ class BackgroundSaves:
         Args:
             whole: Whether this rank saves the whole of sharded tensors, and not its shards.
         """
-        tensors = [tensor if whole else _local(tensor) for tensor in _changed_by_steps(self.overlapping)]
+        tensors = [tensor if whole else local_shard(tensor) for tensor in _changed_by_steps(self.overlapping)]
         if self._allocating is None and not self.snapshots.memory.size:
             allocate = partial(_allocate, self.snapshots, tensors)
             self._allocating = threading.Thread(target=allocate, name="memory of checkpoints", daemon=True)
@@ -120,7 +121,7 @@ class BackgroundSaves:
 
     def changed_by_steps(self) -> set[int]:
         """Return the addresses of the tensors that only steps of the `overlapping` optimizers change."""
-        return {_local(tensor).data_ptr() for tensor in _changed_by_steps(self.overlapping)}
+        return {local_shard(tensor).data_ptr() for tensor in _changed_by_steps(self.overlapping)}
 
     def finish_copies(self) -> None:
         """Wait until the last snapshot is complete, so that weights and optimizer states may change."""
@@ -242,10 +243,6 @@ def _allocate(snapshots: "Snapshots", tensors: Sequence[Tensor]) -> None:
     # Without memory the first save raises, or finds that it needs less.
     with contextlib.suppress(OSError, MemoryError, RuntimeError):
         snapshots.allocate(tensors)
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 _known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()

@@ -44,7 +44,7 @@ class OverlappedSaves:
         self._weights = []
 
     def allocate(self) -> None:
-        """Prepare the first save after the first update: import modules, and allocate memory while training continues."""
+        """After the first update of a fit, import what the first save needs, and allocate its memory on a thread."""
         self.has_memory: bool = True
         context, args = self._context, self._context.run.args
         checkpoints = context.accelerator.checkpoints
