@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.launched import PYTHON_PATH
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError
 from trainer_lib.checkpointing.format.snapshot import Snapshots
+from trainer_lib.checkpointing.format.snapshot_memory import SnapshotMemory
 from trainer_lib.checkpointing.load.find import open_state
 from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.checkpointing.save.retention import automatic_states
@@ -133,6 +135,36 @@ def test_memory_allocated_ahead_is_that_of_the_snapshot() -> None:
     assert snapshots.memory.size == size + 192
     assert more.tensors["a"].data_ptr() == first.tensors["a"].data_ptr()
     assert all(torch.equal(more.tensors[name], tensor) for name, tensor in tensors.items())
+
+
+def test_memory_that_is_needed_is_prepared_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_lib.checkpointing.format.snapshot_memory._PIECE", 4096)
+    answers = iter([False, True])  # a third question would raise
+    memory = SnapshotMemory()
+    memory.allocate([5 * 4096], is_needed=lambda: next(answers))
+    assert next(answers, None) is None
+    assert memory.size == 5 * 4096
+
+
+@pytest.mark.parametrize("ends", ["a save", "release"])
+def test_a_save_does_not_wait_until_its_memory_is_prepared(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+
+    def allocate(_: Snapshots, tensors: Any, is_needed: Any) -> None:
+        assert [tensor.numel() for tensor in tensors] == [6, 2]
+        attempts = 0
+        while not is_needed() and attempts < 500:
+            time.sleep(0.01)
+            attempts += 1
+        stopped.append(attempts < 500)
+
+    monkeypatch.setattr(Snapshots, "allocate", allocate)
+    saves = BackgroundSaves()
+    saves.overlapping = [torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)]
+    for _ in range(2):
+        saves.allocate(whole=True)
+        assert saves.snapshots if ends == "a save" else saves.release() is None
+    assert stopped == [True, True]
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show its pages")

@@ -4,7 +4,7 @@ All snapshots are in the same memory, so only one may be in use at a time.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -40,10 +40,10 @@ class Snapshots:
         self.memory: SnapshotMemory = SnapshotMemory()
         self.copies: OverlappedCopies | None = None
 
-    def allocate(self, tensors: Sequence[Tensor]) -> None:
-        """Allocate memory for these tensors, ahead of the first snapshot."""
+    def allocate(self, tensors: Sequence[Tensor], is_needed: Callable[[], bool] = bool) -> None:
+        """Allocate memory for these tensors, ahead of the first snapshot, or until it `is_needed`."""
         tensors = [tensor for tensor in tensors if tensor.device.type != "meta"]
-        self.memory.allocate([tensor.nbytes for tensor in tensors], _is_copied_asynchronously(tensors))
+        self.memory.allocate([tensor.nbytes for tensor in tensors], _is_copied_asynchronously(tensors), is_needed)
 
     def take(self, files: "Mapping[str, Content]", left: Collection[int] = ()) -> "dict[str, Content]":
         """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot.

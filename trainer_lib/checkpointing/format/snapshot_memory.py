@@ -3,7 +3,7 @@
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -32,19 +32,22 @@ class SnapshotMemory:
         """Its bytes."""
         return sum(block.numel() for block in self._blocks)
 
-    def allocate(self, sizes: Sequence[int], is_pinned: bool = False) -> None:
+    def allocate(self, sizes: Sequence[int], is_pinned: bool = False, is_needed: Callable[[], bool] = bool) -> None:
         """Allocate memory with all its pages, so that the first snapshot does not wait for them.
 
         Args:
             sizes: The bytes of the tensors.
             is_pinned: Whether it is page-locked, as asynchronous copies from an accelerator need it.
+            is_needed: Whether the first snapshot is being taken: it makes the rest of the pages, beside training.
         """
         size = sum(map(_padded, sizes))
         block = _block(size, is_pinned)
+        self._blocks = [block]
         pages = block.numpy()
         for start in range(0, 0 if is_pinned else size, _PIECE):
+            if is_needed():
+                return
             pages[start : start + _PIECE : mmap.PAGESIZE] = 0
-        self._blocks = [block]
 
     def take(self, sizes: Sequence[int], is_pinned: bool = False) -> list[Tensor]:
         """Return memory for tensors of these sizes in bytes; it is that of the last call."""

@@ -49,6 +49,7 @@ class BackgroundSaves:
         self.copies: OverlappedCopies | None = None
         self._snapshots: Snapshots | None = None
         self._allocating: threading.Thread | None = None
+        self._is_needed = threading.Event()  # set when the memory that is being allocated is needed
         self._thread: threading.Thread | None = None
         self._target: AnyPath | None = None
         self._error: BaseException | None = None
@@ -66,9 +67,7 @@ class BackgroundSaves:
         """The memory that tensors are copied to before the thread writes them."""
         from trainer_lib.checkpointing.format.snapshot import Snapshots
 
-        if self._allocating is not None:
-            self._allocating.join()
-            self._allocating = None
+        self._end_allocating()
         if self._snapshots is None:
             self._snapshots = Snapshots()
         return self._snapshots
@@ -115,7 +114,8 @@ class BackgroundSaves:
         """
         tensors = [tensor if whole else local_shard(tensor) for tensor in _changed_by_steps(self.overlapping)]
         if self._allocating is None and not self.snapshots.memory.size:
-            allocate = partial(_allocate, self.snapshots, tensors)
+            self._is_needed.clear()
+            allocate = partial(_allocate, self.snapshots, tensors, self._is_needed.is_set)
             self._allocating = threading.Thread(target=allocate, name="memory of checkpoints", daemon=True)
             self._allocating.start()
 
@@ -188,9 +188,8 @@ class BackgroundSaves:
         """Wait for the save, log its error if it failed, and free the memory of the snapshot."""
         with self._errors_logged():
             self.wait()
-        if self._allocating is not None:
-            self._allocating.join()
-        self._snapshots = self._allocating = self.copies = None
+        self._end_allocating()
+        self._snapshots = self.copies = None
 
     def at_exit(self) -> None:
         """Wait for the save at the end of the process.
@@ -210,6 +209,12 @@ class BackgroundSaves:
             time.sleep(0.05)
         with self._errors_logged():
             self.wait()
+
+    def _end_allocating(self) -> None:
+        if self._allocating is not None:
+            self._is_needed.set()
+            self._allocating.join()
+            self._allocating = None
 
     def _run(self, work: Callable[[], object], copies: "OverlappedCopies | None") -> None:
         try:
@@ -238,11 +243,11 @@ def _changed_by_steps(optimizers: "Sequence[Optimizer]") -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _allocate(snapshots: "Snapshots", tensors: Sequence[Tensor]) -> None:
+def _allocate(snapshots: "Snapshots", tensors: Sequence[Tensor], is_needed: Callable[[], bool]) -> None:
     yield_cores()
     # Without memory the first save raises, or finds that it needs less.
     with contextlib.suppress(OSError, MemoryError, RuntimeError):
-        snapshots.allocate(tensors)
+        snapshots.allocate(tensors, is_needed)
 
 
 _known: "weakref.WeakSet[BackgroundSaves]" = weakref.WeakSet()
