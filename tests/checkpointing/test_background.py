@@ -148,23 +148,27 @@ def test_memory_that_is_needed_is_prepared_no_further(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("ends", ["a save", "release"])
 def test_a_save_does_not_wait_until_its_memory_is_prepared(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: list[bool] = []
+    needed: list[tuple[bool, bool]] = []  # when it began, and when it ended
+    has_begun = threading.Event()
 
     def allocate(_: Snapshots, tensors: Any, is_needed: Any) -> None:
         assert [tensor.numel() for tensor in tensors] == [6, 2]
-        attempts = 0
+        at_first, attempts = is_needed(), 0
+        has_begun.set()
         while not is_needed() and attempts < 500:
             time.sleep(0.01)
             attempts += 1
-        stopped.append(attempts < 500)
+        needed.append((at_first, is_needed()))
 
     monkeypatch.setattr(Snapshots, "allocate", allocate)
     saves = BackgroundSaves()
     saves.overlapping = [torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)]
     for _ in range(2):
+        has_begun.clear()
         saves.allocate(whole=True)
+        has_begun.wait()
         assert saves.snapshots if ends == "a save" else saves.release() is None
-    assert stopped == [True, True]
+    assert needed == [(False, True)] * 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not show its pages")
