@@ -24,7 +24,8 @@ class LightDataclass:
         (Options(x=1), True, False)
     """
 
-    __hash__ = None  # type: ignore[assignment]  # its fields may change
+    # Its fields may change.
+    __hash__: None = None  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
 
     @reprlib.recursive_repr()
     def __repr__(self) -> str:

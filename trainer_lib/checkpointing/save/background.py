@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnwritableError
-from trainer_lib.foundation.local_shards import local_shard
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.processes.thread_priority import yield_cores
@@ -112,7 +111,8 @@ class BackgroundSaves:
         Args:
             whole: Whether this rank saves the whole of sharded tensors, and not its shards.
         """
-        tensors = [tensor if whole else local_shard(tensor) for tensor in _changed_by_steps(self.overlapping)]
+        tensors = _changed_by_steps(self.overlapping)
+        tensors = tensors if whole else _shards(tensors)
         if self._allocating is None and not self.snapshots.memory.size:
             self._is_needed.clear()
             allocate = partial(_allocate, self.snapshots, tensors, self._is_needed.is_set)
@@ -121,7 +121,7 @@ class BackgroundSaves:
 
     def changed_by_steps(self) -> set[int]:
         """Return the addresses of the tensors that only steps of the `overlapping` optimizers change."""
-        return {local_shard(tensor).data_ptr() for tensor in _changed_by_steps(self.overlapping)}
+        return {tensor.data_ptr() for tensor in _shards(_changed_by_steps(self.overlapping))}
 
     def finish_copies(self) -> None:
         """Wait until the last snapshot is complete, so that weights and optimizer states may change."""
@@ -241,6 +241,12 @@ def _changed_by_steps(optimizers: "Sequence[Optimizer]") -> list[Tensor]:
         values += [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
         values += [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    from trainer_lib.foundation.local_shards import local_shard
+
+    return [local_shard(tensor) for tensor in tensors]
 
 
 def _allocate(snapshots: "Snapshots", tensors: Sequence[Tensor], is_needed: Callable[[], bool]) -> None:
