@@ -38,7 +38,8 @@ class SnapshotMemory:
         Args:
             sizes: The bytes of the tensors.
             is_pinned: Whether it is page-locked, as asynchronous copies from an accelerator need it.
-            is_needed: Whether the first snapshot is being taken: it makes the rest of the pages, beside training.
+            is_needed: Whether the first snapshot is being taken, which makes the rest of the pages beside training.
+                By default it never is.
         """
         size = sum(map(_padded, sizes))
         block = _block(size, is_pinned)
