@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer_lib.data_loader import prepare_data_loader
@@ -114,3 +115,21 @@ def by_hand(
     if batches:
         batches[-1] = batches[-1]._replace(is_last=True)
     return batches
+
+
+def assert_batches_equal(actual: Any, expected: Any) -> None:
+    """Assert that two batches are the same in types, names and values."""
+    assert type(actual) is type(expected)
+    if isinstance(actual, torch.Tensor):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+    elif isinstance(actual, dict):
+        assert list(actual) == list(expected)
+        for name in actual:
+            assert_batches_equal(actual[name], expected[name])
+    elif isinstance(actual, (list, tuple)):
+        assert len(actual) == len(expected)
+        for left, right in zip(actual, expected, strict=True):
+            assert_batches_equal(left, right)
+    else:
+        assert actual == expected

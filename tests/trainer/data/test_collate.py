@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 
+from tests.data_loader.reference import assert_batches_equal
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.data.collate import PaddingCollate, collate
 from trainer_lib.trainer.data.datasets import Columns
@@ -36,23 +37,6 @@ class Sample:
         assert isinstance(self.name, str)
 
 
-def _equal(actual: Any, expected: Any) -> None:
-    assert type(actual) is type(expected)
-    if isinstance(actual, torch.Tensor):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
-    elif isinstance(actual, dict):
-        assert list(actual) == list(expected)
-        for name in actual:
-            _equal(actual[name], expected[name])
-    elif isinstance(actual, (list, tuple)):
-        assert len(actual) == len(expected)
-        for left, right in zip(actual, expected, strict=True):
-            _equal(left, right)
-    else:
-        assert actual == expected
-
-
 @pytest.mark.parametrize(
     "samples",
     [
@@ -72,34 +56,36 @@ def _equal(actual: Any, expected: Any) -> None:
     ],
 )
 def test_batches_are_those_of_torchs_default_collate(samples: list[Any]) -> None:
-    _equal(collate(samples), default_collate(samples))
+    assert_batches_equal(collate(samples), default_collate(samples))
 
 
 def test_texts_become_a_list() -> None:
-    _equal(collate([(1, "a"), (2, "b")]), [torch.tensor([1, 2]), ["a", "b"]])
+    assert_batches_equal(collate([(1, "a"), (2, "b")]), [torch.tensor([1, 2]), ["a", "b"]])
 
 
 def test_floats_take_torchs_default_dtype() -> None:
-    _equal(collate([0.5, 1.5]), torch.tensor([0.5, 1.5]))
-    _equal(collate([Point(0.5, 1), Point(1.5, 2)]), Point(torch.tensor([0.5, 1.5]), torch.tensor([1, 2])))  # type: ignore[arg-type]
+    assert_batches_equal(collate([0.5, 1.5]), torch.tensor([0.5, 1.5]))
+    assert_batches_equal(collate([Point(0.5, 1), Point(1.5, 2)]), Point(torch.tensor([0.5, 1.5]), torch.tensor([1, 2])))  # type: ignore[arg-type]
 
 
 def test_lists_of_numbers_become_rows() -> None:
-    _equal(collate([{"ids": [1, 2, 3]}, {"ids": [4, 5, 6]}]), {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
-    _equal(collate([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]]))
-    _equal(collate([[[0.5], [1]], [[2], [3]]]), torch.tensor([[[0.5], [1.0]], [[2.0], [3.0]]]))
-    _equal(collate([{"boxes": []}, {"boxes": []}]), {"boxes": torch.zeros(2, 0)})
+    assert_batches_equal(
+        collate([{"ids": [1, 2, 3]}, {"ids": [4, 5, 6]}]), {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])}
+    )
+    assert_batches_equal(collate([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]]))
+    assert_batches_equal(collate([[[0.5], [1]], [[2], [3]]]), torch.tensor([[[0.5], [1.0]], [[2.0], [3.0]]]))
+    assert_batches_equal(collate([{"boxes": []}, {"boxes": []}]), {"boxes": torch.zeros(2, 0)})
 
 
 def test_lists_of_texts_may_differ_in_length() -> None:
-    _equal(collate([{"words": ["a", "b"]}, {"words": ["c"]}]), {"words": [["a", "b"], ["c"]]})
+    assert_batches_equal(collate([{"words": ["a", "b"]}, {"words": ["c"]}]), {"words": [["a", "b"], ["c"]]})
 
 
 def test_dataclasses_stay_dataclasses() -> None:
     batch = collate([Sample(torch.ones(2), [1, 2], "a"), Sample(torch.zeros(2), [3, 4], "b")])
     assert type(batch) is Sample
-    _equal(batch.image, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
-    _equal(batch.tokens, torch.tensor([[1, 2], [3, 4]]))
+    assert_batches_equal(batch.image, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    assert_batches_equal(batch.tokens, torch.tensor([[1, 2], [3, 4]]))
     assert batch.name == ["a", "b"]
 
 
@@ -107,8 +93,8 @@ def test_mappings_keep_their_attributes() -> None:
     first = BatchEncoding({"x": torch.ones(1)}, n_sequences=1)
     batch = collate([first, BatchEncoding({"x": torch.zeros(1)})])
     assert (type(batch), batch.n_sequences) == (BatchEncoding, 1)
-    _equal(batch["x"], torch.tensor([[1.0], [0.0]]))
-    _equal(first["x"], torch.ones(1))
+    assert_batches_equal(batch["x"], torch.tensor([[1.0], [0.0]]))
+    assert_batches_equal(first["x"], torch.ones(1))
 
 
 def test_reading_columns_gives_the_same_batch_as_collating_samples() -> None:
@@ -122,9 +108,9 @@ def test_reading_columns_gives_the_same_batch_as_collating_samples() -> None:
     for data in (columns, tuple(columns.values()), columns["x"], columns["y"]):
         by_sample = Columns(data)
         by_column = by_sample.with_batched_reads()
-        _equal(collate(by_column.__getitems__([3, 1])), collate(by_sample.__getitems__([3, 1])))
+        assert_batches_equal(collate(by_column.__getitems__([3, 1])), collate(by_sample.__getitems__([3, 1])))
         assert len(by_column.__getitems__([3, 1])) == 2
-        _equal(by_column.__getitems__([3, 1])[1], by_sample[1])
+        assert_batches_equal(by_column.__getitems__([3, 1])[1], by_sample[1])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +160,7 @@ def test_padding_equals_that_of_transformers() -> None:
     ]
     for side in ("right", "left"):
         expected = DataCollatorWithPadding(_tokenizer(side))([dict(sample) for sample in samples])
-        _equal(
+        assert_batches_equal(
             collate_with(_tokenizer(side), samples),
             {name: expected[name] for name in ("input_ids", "attention_mask", "labels")},
         )
@@ -190,7 +176,7 @@ def test_padding_keeps_all_fields() -> None:
         {"input_ids": [3], "labels": [7], "text": "b", "weight": 1.5, "image": torch.zeros(2)},
     ]
     batch = collate_with(_tokenizer("left"), samples)
-    _equal(
+    assert_batches_equal(
         batch,
         {
             "input_ids": torch.tensor([[1, 2], [0, 3]]),
@@ -203,19 +189,19 @@ def test_padding_keeps_all_fields() -> None:
     )
     tensors = [{name: torch.tensor(sample[name]) for name in ("input_ids", "labels")} for sample in samples]
     right = collate_with(_tokenizer(), tensors)
-    _equal(right["input_ids"], torch.tensor([[1, 2], [3, 0]]))
-    _equal(right["labels"], torch.tensor([[5, 6], [7, -100]]))
+    assert_batches_equal(right["input_ids"], torch.tensor([[1, 2], [3, 0]]))
+    assert_batches_equal(right["labels"], torch.tensor([[5, 6], [7, -100]]))
 
 
 def test_multi_label_targets_stay_floats() -> None:
     samples = [{"input_ids": [1, 2], "labels": [0.0, 1.0]}, {"input_ids": [3], "labels": [1.0, 0.0]}]
-    _equal(collate_with(_tokenizer(), samples)["labels"], torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert_batches_equal(collate_with(_tokenizer(), samples)["labels"], torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
 
 
 def test_two_fields_of_labels_keep_their_names() -> None:
     samples = [{"input_ids": [1, 2], "label": 1, "labels": 2}, {"input_ids": [3], "label": 3, "labels": 4}]
     batch = collate_with(_tokenizer(), samples)
-    _equal([batch["label"], batch["labels"]], [torch.tensor([1, 3]), torch.tensor([2, 4])])
+    assert_batches_equal([batch["label"], batch["labels"]], [torch.tensor([1, 3]), torch.tensor([2, 4])])
 
 
 def test_a_processor_pads_with_its_tokenizer() -> None:
@@ -223,7 +209,7 @@ def test_a_processor_pads_with_its_tokenizer() -> None:
         tokenizer = _tokenizer()
 
     batch = collate_with(Processor(), [{"input_ids": [1, 2]}, {"input_ids": [3]}])
-    _equal(batch["input_ids"], torch.tensor([[1, 2], [3, 0]]))
+    assert_batches_equal(batch["input_ids"], torch.tensor([[1, 2], [3, 0]]))
 
 
 def test_samples_without_tokens_or_of_equal_length_are_not_padded() -> None:
@@ -231,11 +217,11 @@ def test_samples_without_tokens_or_of_equal_length_are_not_padded() -> None:
         """A processor without a tokenizer."""
 
     pixels = [{"pixels": torch.ones(2)}, {"pixels": torch.ones(2)}]
-    _equal(collate_with(_tokenizer(), pixels), collate(pixels))
+    assert_batches_equal(collate_with(_tokenizer(), pixels), collate(pixels))
     even = [{"input_ids": [1, 2], "label": 1}, {"input_ids": [3, 4], "label": 0}]
     expected = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([1, 0])}
-    _equal(collate_with(_tokenizer(pad=None), even), expected)
-    _equal(collate_with(Processor(), even), collate(even))
+    assert_batches_equal(collate_with(_tokenizer(pad=None), even), expected)
+    assert_batches_equal(collate_with(Processor(), even), collate(even))
 
 
 def test_a_batch_has_the_same_names_with_and_without_padding() -> None:
@@ -246,7 +232,7 @@ def test_a_batch_has_the_same_names_with_and_without_padding() -> None:
 
 def test_packed_rows_get_no_attention_mask() -> None:
     rows = PackedDataset([[1, 2, 3], [1, 2]], 5)
-    _equal(collate_with(_tokenizer(), [rows[0]]), collate([rows[0]]))
+    assert_batches_equal(collate_with(_tokenizer(), [rows[0]]), collate([rows[0]]))
 
 
 @pytest.mark.parametrize(

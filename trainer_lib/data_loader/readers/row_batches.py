@@ -1,6 +1,5 @@
-"""Batches read in one operation for each column, and the memory in which workers pass them on."""
+"""Batches read in one operation for each column."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, get_worker_info
+
+from trainer_lib.data_loader.readers.worker_tensors import worker_memory
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 _IN_NUMPY = frozenset({
@@ -78,16 +79,6 @@ def rows_of_array(column: np.ndarray[Any, Any], rows: Rows) -> Tensor:
         return torch.from_numpy(column.take(rows, 0))
     column.take(rows, 0, out=out.numpy(), mode="clip")  # the default mode, "raise", would write into a buffer first
     return out
-
-
-def worker_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Return memory that a worker process passes on without another copy; `None` outside of workers."""
-    size = math.prod(shape) * dtype.itemsize
-    if get_worker_info() is None or not size:
-        return None
-    # As in torch's `default_collate`: share_memory_() would copy what is not written yet.
-    storage = torch.UntypedStorage._new_shared(size)  # pyright: ignore[reportPrivateUsage]
-    return torch.empty(0, dtype=dtype).set_(storage).view(shape)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,0 +1,149 @@
+"""Workers send small tensors as bytes, and the batches are the same."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.data_loader.reference import assert_batches_equal
+from trainer_lib.data_loader import prepare_data_loader
+
+DESCRIPTORS = Path("/proc/self/fd")
+SMALL, LARGE = 32 << 10, (32 << 10) + 1  # numbers of 4 bytes
+
+
+def twice(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return tensor, tensor
+
+
+VALUES: list[Any] = [
+    torch.arange(SMALL, dtype=torch.int32),
+    torch.tensor(2.5),
+    torch.randn(3, 1, 2).to(torch.bfloat16),
+    torch.randn(4).to(torch.float8_e4m3fn),
+    torch.tensor([True, False]),
+    torch.randn(2, 2, dtype=torch.complex64),
+    torch.tensor([1j]).conj(),
+    torch.tensor([1j]).conj().imag,
+    {"deep": [(torch.ones(2), "text")], "number": 1},
+    twice(torch.ones(3)),
+]
+SHARED: list[Any] = [
+    torch.arange(LARGE, dtype=torch.int32),
+    torch.arange(6.0).view(2, 3).t(),
+    torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last),
+    torch.nn.Parameter(torch.ones(2)),
+    torch.ones(2, requires_grad=True),
+    torch.zeros(0, 2),
+]
+
+
+class Given(Dataset[Any]):
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+
+class KilledWhileItSends(Dataset[Tensor]):
+    """Its worker ends before training takes the second sample, which fits into no pipe."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 2:
+            time.sleep(0.2)  # the thread that sends sample 1 has filled the pipe
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(SMALL)
+
+
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def loader_of(dataset: Any, **options: Any) -> Any:
+    settings: dict[str, Any] = {"batch_size": None, "num_workers": 1, "collate_fn": as_it_is, **options}
+    return prepare_data_loader(DataLoader(dataset, **settings), num_processes=1)
+
+
+def test_values_pass_unchanged() -> None:
+    for actual, expected in zip(loader_of(Given(VALUES + SHARED), timeout=20), VALUES + SHARED, strict=True):
+        assert_batches_equal(actual, expected)
+        if isinstance(expected, Tensor):
+            assert actual.stride() == expected.stride() or expected.is_neg()
+            assert actual.requires_grad == expected.requires_grad
+
+
+def test_small_tensors_are_in_memory_of_their_own() -> None:
+    received = list(loader_of(Given(VALUES[:8] + SHARED[:3]), timeout=20))
+    assert [tensor.is_shared() for tensor in received] == [False] * 8 + [True] * 3
+    received[0].add_(1)
+    assert torch.equal(received[0], VALUES[0] + 1)
+
+
+def test_nested_tensors_pass_unchanged() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
+    (received,) = loader_of(Given([sent]), timeout=20)
+    assert_batches_equal(received.unbind(), sent.unbind())
+
+
+@pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="descriptors are counted where Linux lists them")
+def test_kept_batches_hold_no_file_descriptors() -> None:
+    loader = loader_of(Given([{"x": torch.ones(4), "y": index} for index in range(40)]), batch_size=2, collate_fn=None)
+    kept: list[Any] = []
+    counts: list[int] = []
+    for batch in loader:
+        kept.append(batch)
+        counts.append(len(list(DESCRIPTORS.iterdir())))
+    assert counts == [counts[0]] * 20
+
+
+def test_one_tensor_stays_one() -> None:
+    ((first, second),) = loader_of(Given([twice(torch.zeros(3))]), timeout=20)
+    first.add_(1)
+    assert second is first
+
+
+@pytest.mark.parametrize("collate", [None, torch.stack])
+def test_batches_are_small_by_their_own_size(collate: Any) -> None:
+    rows = torch.arange(8.0 * 3000).view(8, 3000)
+    for size, is_shared in ((2, False), (8, False), (16, True)):
+        loader = loader_of(Given([*rows.repeat(2, 1)]), batch_size=size, collate_fn=collate)
+        batches = list(loader)
+        assert [batch.is_shared() for batch in batches] == [is_shared] * (16 // size)
+        assert torch.equal(torch.cat(batches), rows.repeat(2, 1))
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_worker_that_is_killed_while_it_sends_ends_the_pass(in_thread: bool) -> None:
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            for _ in loader_of(KilledWhileItSends()):
+                time.sleep(0.4)
+        except RuntimeError as error:
+            errors.append(error)
+
+    if in_thread:
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(30)
+    else:
+        read()
+    assert "DataLoader worker" in str(errors[0])
