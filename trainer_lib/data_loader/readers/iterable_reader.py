@@ -17,6 +17,7 @@ from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Shar
 from trainer_lib.data_loader.order.uneven_end import until_all_end
 from trainer_lib.data_loader.readers.iterable_dataset_shard import IterableDatasetShard, TailCollate
 from trainer_lib.data_loader.readers.reader import Reader, look_ahead
+from trainer_lib.data_loader.readers.stacking import faster_collate
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup
@@ -229,7 +230,7 @@ class IterableReader(Reader):
         """Set an attribute of the loader."""
         if name == "collate_fn":
             self._replaced["collate_fn"] = value
-            value = TailCollate(value, self._rank_sharing.share if self._is_batched else None)
+            value = self._counting(value)
         super().set_attribute(name, value)
 
     def duplicate(self) -> Self:
@@ -246,10 +247,13 @@ class IterableReader(Reader):
         if self.loader.num_workers:
             shard.share_place_with_workers()
         self.swap("dataset", shard)
-        self.swap("collate_fn", TailCollate(collate, self._rank_sharing.share if self._is_batched else None))
+        self.swap("collate_fn", self._counting(collate))
         if self._is_batched:
             # It yields no samples, only the number of them in a batch.
             self.swap("batch_sampler", BatchSampler(self.loader.sampler, self._rank_sharing.share, drop_last=False))
+
+    def _counting(self, collate: Any) -> TailCollate:
+        return TailCollate(faster_collate(collate), self._rank_sharing.share if self._is_batched else None)
 
     def _batches(self, place: LoaderPosition, seed: int, ending: Ending, stream: EpochStream | None) -> Iterator[Any]:
         loader, bookmark = self.loader, self._usable(place.bookmark)

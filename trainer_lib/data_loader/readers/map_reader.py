@@ -19,6 +19,7 @@ from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.readers.reader import Reader, look_ahead
 from trainer_lib.data_loader.readers.row_batches import has_columns
+from trainer_lib.data_loader.readers.stacking import faster_collate
 from trainer_lib.state.gradient_state import Rows
 
 _CHUNK = 4096  # units drawn at once to get to the end of a pass
@@ -279,4 +280,4 @@ class MapReader(Reader):
         is_batched = self._name == "batch_sampler"
         is_plain = is_batched and collate is default_collate and not self.iterates_itself
         self._samples.reads_columns = is_plain and has_columns(self._samples.dataset)
-        self.swap("collate_fn", GuardedCollate(collate, self._samples, is_batched=is_batched))
+        self.swap("collate_fn", GuardedCollate(faster_collate(collate), self._samples, is_batched=is_batched))

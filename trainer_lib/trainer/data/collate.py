@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from trainer_lib.data_loader.readers.stacking import stack_samples
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import is_dataclass_value
@@ -41,7 +42,10 @@ def collate(samples: Sequence[Any]) -> Any:
         {'input_ids': tensor([[1, 2],
                 [3, 4]]), 'text': ['a', 'b']}
     """
-    return samples.batch(_collate) if type(samples) is RowSelection else _collate(samples, ())
+    if type(samples) is RowSelection:
+        return samples.batch(_collate)
+    batch = stack_samples(samples)
+    return _collate(samples, ()) if batch is None else batch
 
 
 class PaddingCollate:
