@@ -48,9 +48,9 @@ FITTING, FITTING_WITH_BAR, FITTING_IN_WINDOWS = (BY_NAME[name] for name in ("fit
 LIBRARY_CALLS = {
     "fit": 96,
     "fit-callable": 100,
-    "fit-dict": 112,
-    "fit-model-loss": 113,
-    "fit-llama": 122,
+    "fit-dict": 110,
+    "fit-model-loss": 111,
+    "fit-llama": 120,
     "fit-folder": 99,
     "fit-accumulation": 53.8,
     "fit-callable-accumulation": 57.8,

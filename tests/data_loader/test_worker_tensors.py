@@ -1,13 +1,14 @@
 """Workers send small tensors as bytes, and the batches are the same."""
 
 import os
+import select
 import signal
 import threading
-import time
 import warnings
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from tests.data_loader.reference import assert_batches_equal
 from trainer_lib.data_loader import prepare_data_loader
 
-DESCRIPTORS = Path("/proc/self/fd")
 SMALL, LARGE = 32 << 10, (32 << 10) + 1  # numbers of 4 bytes
 
 
@@ -46,28 +46,22 @@ SHARED: list[Any] = [
 ]
 
 
-class Given(Dataset[Any]):
-    def __init__(self, values: list[Any]) -> None:
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.values[index]
-
-
 class KilledWhileItSends(Dataset[Tensor]):
-    """Its worker ends before training takes the second sample, which fits into no pipe."""
+    """Its worker is killed in the middle of its second message, after what a pipe takes at once."""
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> Tensor:
-        if index == 2:
-            time.sleep(0.2)  # the thread that sends sample 1 has filled the pipe
-            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 1:
+            Connection._send = _send_a_part  # type: ignore[method-assign]
         return torch.zeros(SMALL)
+
+
+def _send_a_part(connection: Any, message: Any, write: Any = None) -> None:
+    del write
+    os.write(connection.fileno(), memoryview(message)[: select.PIPE_BUF])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def as_it_is(sample: Any) -> Any:
@@ -80,7 +74,7 @@ def loader_of(dataset: Any, **options: Any) -> Any:
 
 
 def test_values_pass_unchanged() -> None:
-    for actual, expected in zip(loader_of(Given(VALUES + SHARED), timeout=20), VALUES + SHARED, strict=True):
+    for actual, expected in zip(loader_of(VALUES + SHARED, timeout=20), VALUES + SHARED, strict=True):
         assert_batches_equal(actual, expected)
         if isinstance(expected, Tensor):
             assert actual.stride() == expected.stride() or expected.is_neg()
@@ -88,7 +82,7 @@ def test_values_pass_unchanged() -> None:
 
 
 def test_small_tensors_are_in_memory_of_their_own() -> None:
-    received = list(loader_of(Given(VALUES[:8] + SHARED[:3]), timeout=20))
+    received = list(loader_of(VALUES[:8] + SHARED[:3], timeout=20))
     assert [tensor.is_shared() for tensor in received] == [False] * 8 + [True] * 3
     received[0].add_(1)
     assert torch.equal(received[0], VALUES[0] + 1)
@@ -98,23 +92,22 @@ def test_nested_tensors_pass_unchanged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype
         sent = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
-    (received,) = loader_of(Given([sent]), timeout=20)
+    (received,) = loader_of([sent], timeout=20)
     assert_batches_equal(received.unbind(), sent.unbind())
 
 
-@pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="descriptors are counted where Linux lists them")
 def test_kept_batches_hold_no_file_descriptors() -> None:
-    loader = loader_of(Given([{"x": torch.ones(4), "y": index} for index in range(40)]), batch_size=2, collate_fn=None)
+    loader = loader_of([{"x": torch.ones(4), "y": index} for index in range(40)], batch_size=2, collate_fn=None)
     kept: list[Any] = []
     counts: list[int] = []
     for batch in loader:
         kept.append(batch)
-        counts.append(len(list(DESCRIPTORS.iterdir())))
+        counts.append(psutil.Process().num_fds())
     assert counts == [counts[0]] * 20
 
 
 def test_one_tensor_stays_one() -> None:
-    ((first, second),) = loader_of(Given([twice(torch.zeros(3))]), timeout=20)
+    ((first, second),) = loader_of([twice(torch.zeros(3))], timeout=20)
     first.add_(1)
     assert second is first
 
@@ -123,7 +116,7 @@ def test_one_tensor_stays_one() -> None:
 def test_batches_are_small_by_their_own_size(collate: Any) -> None:
     rows = torch.arange(8.0 * 3000).view(8, 3000)
     for size, is_shared in ((2, False), (8, False), (16, True)):
-        loader = loader_of(Given([*rows.repeat(2, 1)]), batch_size=size, collate_fn=collate)
+        loader = loader_of([*rows.repeat(2, 1)], batch_size=size, collate_fn=collate)
         batches = list(loader)
         assert [batch.is_shared() for batch in batches] == [is_shared] * (16 // size)
         assert torch.equal(torch.cat(batches), rows.repeat(2, 1))
@@ -135,9 +128,8 @@ def test_a_worker_that_is_killed_while_it_sends_ends_the_pass(in_thread: bool) -
 
     def read() -> None:
         try:
-            for _ in loader_of(KilledWhileItSends()):
-                time.sleep(0.4)
-        except RuntimeError as error:
+            list(loader_of(KilledWhileItSends(), prefetch_factor=1))
+        except (RuntimeError, OSError) as error:  # which one, torch decides outside of the main thread
             errors.append(error)
 
     if in_thread:
@@ -146,4 +138,5 @@ def test_a_worker_that_is_killed_while_it_sends_ends_the_pass(in_thread: bool) -
         thread.join(30)
     else:
         read()
-    assert "DataLoader worker" in str(errors[0])
+    assert len(errors) == 1
+    assert in_thread or "DataLoader worker" in str(errors[0])

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.data_loader.readers.worker_tensors import send_small_tensors_as_bytes
 from trainer_lib.processes.parent_death import die_with_starter
 
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)
@@ -44,6 +43,8 @@ class WorkerInit:
                 os.setpgid(0, 0)
         _write_stacks_when_asked()
         if self.by_main_thread:  # elsewhere, no signal ends the wait for the rest of a killed worker's message
+            from trainer_lib.data_loader.readers.worker_tensors import send_small_tensors_as_bytes
+
             send_small_tensors_as_bytes()
         if self.then is not None:
             self.then(worker)

@@ -17,7 +17,7 @@ from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Shar
 from trainer_lib.data_loader.order.uneven_end import until_all_end
 from trainer_lib.data_loader.readers.iterable_dataset_shard import IterableDatasetShard, TailCollate
 from trainer_lib.data_loader.readers.reader import Reader, look_ahead
-from trainer_lib.data_loader.readers.stacking import faster_collate
+from trainer_lib.data_loader.readers.row_batches import faster_collate
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.process_group import ProcessGroup

@@ -18,8 +18,7 @@ from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.readers.reader import Reader, look_ahead
-from trainer_lib.data_loader.readers.row_batches import has_columns
-from trainer_lib.data_loader.readers.stacking import faster_collate
+from trainer_lib.data_loader.readers.row_batches import faster_collate, has_columns
 from trainer_lib.state.gradient_state import Rows
 
 _CHUNK = 4096  # units drawn at once to get to the end of a pass

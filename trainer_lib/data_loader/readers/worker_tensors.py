@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
-from torch.utils.data import get_worker_info
 
 _SMALL = 128 << 10  # bytes: larger ones take longer through the pipe than a file descriptor takes
 _largest_as_bytes = 0
@@ -25,12 +24,12 @@ def send_small_tensors_as_bytes() -> None:
 
 
 def is_shared(size: int) -> bool:
-    """Whether this process is a worker that passes tensors of so many bytes on in shared memory."""
-    return get_worker_info() is not None and size > _largest_as_bytes
+    """Whether this process, a worker, passes tensors of so many bytes on in shared memory."""
+    return size > _largest_as_bytes
 
 
-def worker_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Return memory that a worker passes on without another copy, for a tensor that it passes on in shared memory."""
+def shared_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Return memory that this worker passes on without another copy; `None` for tensors that it sends as bytes."""
     size = math.prod(shape) * dtype.itemsize
     if not is_shared(size):
         return None
@@ -40,7 +39,7 @@ def worker_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
 
 
 def _reduce(tensor: Tensor) -> tuple[Any, ...]:
-    is_small = tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _SMALL
+    is_small = tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _largest_as_bytes
     if not is_small or not tensor.is_contiguous() or tensor.is_nested or tensor.requires_grad:
         return reduce_tensor(tensor)
     plain = tensor.resolve_conj().resolve_neg()  # torch itself would forget the sign

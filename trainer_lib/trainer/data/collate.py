@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from trainer_lib.data_loader.readers.stacking import stack_samples
+from trainer_lib.data_loader.readers.row_batches import stack_samples
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import is_dataclass_value
