@@ -349,7 +349,8 @@ class _Start:
         warnings.filters[:] = call.filters  # type: ignore[index]  # it is a list, where tests run
         sys.path[:], sys.argv[:] = self._path, self._argv
         sys.stdout, sys.stderr = (open(descriptor, "w", closefd=False) for descriptor in _OUTPUTS)  # noqa: SIM115
-        logging.root.setLevel(self._level)
+        if logging.root.level != self._level:  # it empties the caches of thousands of loggers
+            logging.root.setLevel(self._level)
         library_logging._said_once.clear()
         for number, handler in self._signals.items():
             if signal.getsignal(number) is not handler and handler is not None:
