@@ -136,11 +136,15 @@ def test_memory_allocated_ahead_is_that_of_the_snapshot() -> None:
     assert all(torch.equal(more.tensors[name], tensor) for name, tensor in tensors.items())
 
 
+def test_a_snapshot_may_hold_no_value() -> None:
+    assert [part.shape for part in SnapshotMemory().take([torch.empty(0, 3)])] == [(0, 3)]
+
+
 def test_memory_that_is_needed_is_prepared_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_lib.checkpointing.format.snapshot_memory._PIECE", 4096)
     answers = iter([False, True])  # a third question would raise
     memory = SnapshotMemory()
-    memory.allocate([5 * 4096], is_needed=lambda: next(answers))
+    memory.allocate([torch.empty(5 * 4096, dtype=torch.uint8)], is_needed=lambda: next(answers))
     assert next(answers, None) is None
     assert memory.size == 5 * 4096
 

@@ -43,7 +43,7 @@ class Snapshots:
     def allocate(self, tensors: Sequence[Tensor], is_needed: Callable[[], bool] = bool) -> None:
         """Allocate memory for these tensors, ahead of the first snapshot, or until it `is_needed`."""
         tensors = [tensor for tensor in tensors if tensor.device.type != "meta"]
-        self.memory.allocate([tensor.nbytes for tensor in tensors], _is_copied_asynchronously(tensors), is_needed)
+        self.memory.allocate(tensors, _is_copied_asynchronously(tensors), is_needed)
 
     def take(self, files: "Mapping[str, Content]", left: Collection[int] = ()) -> "dict[str, Content]":
         """Return the files with copies in place of their tensors; this overwrites the copies of the last snapshot.
@@ -97,12 +97,9 @@ class Snapshots:
 
     def _buffers(self, tensors: list[Tensor]) -> list[Tensor]:
         fit = [tensor for tensor in tensors if unsupported_reason(tensor) is None]
-        memory = iter(self.memory.take([tensor.nbytes for tensor in fit], _is_copied_asynchronously(fit)))
+        memory = iter(self.memory.take(fit, _is_copied_asynchronously(fit)))
         fitting = set(map(id, fit))
-        return [
-            next(memory).view(tensor.dtype).view(tensor.shape) if id(tensor) in fitting else _separate_copy(tensor)
-            for tensor in tensors
-        ]
+        return [next(memory) if id(tensor) in fitting else _separate_copy(tensor) for tensor in tensors]
 
 
 class _SideStreams:
@@ -163,7 +160,11 @@ def _pieces(source: Any, target: Any) -> list[tuple[Any, Any]]:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    try:
+        values = tensor.numpy()
+    except TypeError:  # NumPy has no such type
+        values = tensor.reshape(-1).view(torch.uint8).numpy()
+    return values.reshape(-1).view(np.uint8)  # NumPy's views take a fifth of torch's time
 
 
 def _is_plain(tensor: Tensor) -> bool:
