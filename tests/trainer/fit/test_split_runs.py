@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.faults.trainings import Dies
 from tests.strategies.split import (
     LENGTH,
     WITH_LOGITS,
@@ -25,7 +24,7 @@ from tests.trainer.fit.meshes import MESHES, OF_EXPERTS, PAGE, replicas_of, with
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks import EMA, LabelSmoothing
-from trainer_lib.events import Callback, Run
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.utils import TorchPipelineParallelConfig, TorchTensorParallelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
@@ -44,7 +43,20 @@ class _Began(Callback):
         self.step = run.state.step
 
 
-def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind: Any = Plain, **options: Any) -> Any:
+class _Dies(Modifier):
+    """Ends a run between two updates."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_step_begin(self, run: Run) -> None:
+        if run.state.step == self._after:
+            raise InterruptedError
+
+
+def _run(
+    mesh: str, folder: Path | None = None, dies_after: int | None = None, kind: Any = Plain, **options: Any
+) -> Any:
     samples, begins_at, began = options.pop("samples", 45), options.pop("begins_at", 0), _Began()
     plan = options.pop("plan", WITH_VOCABULARY if kind in (Plain, Tied) else None)
     handler = TorchTensorParallelConfig(plan=plan)
@@ -67,7 +79,7 @@ def _run(mesh: str, folder: Path | None = None, dies_at: int | None = None, kind
         train_dataset=data(samples),
         eval_dataset=data(7),
         metrics=["accuracy"],
-        callbacks=[EMA(0.9), began, *([] if dies_at is None else [Dies(dies_at)])],
+        callbacks=[EMA(0.9), began, *([] if dies_after is None else [_Dies(dies_after)])],
     )
     try:
         result = trainer.fit()
@@ -191,13 +203,13 @@ def test_a_run_resumes_on_other_meshes(chain: tuple[str, ...], tmp_path: Path, s
     model, optimizer, *meshes, last = chain
     end = max(steps, 2 * len(meshes) + 2)
 
-    def run(mesh: str, begins_at: int, dies_at: int | None) -> Any:
+    def run(mesh: str, begins_at: int, dies_after: int | None) -> Any:
         options: dict[str, Any] = {"samples": 21, "eval_every": 2, "learning_rate": 0.003, **_OPTIMIZERS[optimizer]}
         options |= {"save_every": 2, "resume": "auto", "max_steps": end, "begins_at": begins_at}
-        return _run(mesh, tmp_path, dies_at, kind=_MODELS[model], **options)
+        return _run(mesh, tmp_path, dies_after, kind=_MODELS[model], **options)
 
     for number, mesh in enumerate(meshes):
-        died = run_world(run, (mesh, 2 * number, 2 * number + 3), MESHES[mesh][0], timeout=150)
+        died = run_world(run, (mesh, 2 * number, 2 * number + 2), MESHES[mesh][0], timeout=150)
         assert died == [None] * MESHES[mesh][0]
     for actual in run_world(run, (last, 2 * len(meshes), None), MESHES[last][0], timeout=150):
         assert len(actual[0]) == end, "the history of the run begins with the steps before the resume"
@@ -209,15 +221,15 @@ def test_a_run_of_experts_resumes_on_other_meshes(tmp_path: Path) -> None:
     options: dict[str, Any] = {"kind": partial(mixtral, output_router_logits=False)}
     options |= {"max_steps": 2 * len(OF_EXPERTS) + 2, "eval_every": 2}
 
-    def run(mesh: str, begins_at: int, dies_at: int | None) -> Any:
-        return _run(mesh, tmp_path, dies_at, resume="auto", save_every=2, begins_at=begins_at, **options)
+    def run(mesh: str, begins_at: int, dies_after: int | None) -> Any:
+        return _run(mesh, tmp_path, dies_after, resume="auto", save_every=2, begins_at=begins_at, **options)
 
     def whole() -> Any:
         return _run("one", **options)
 
     (expected,) = run_world(whole, (), 1)
     for number, mesh in enumerate(OF_EXPERTS):
-        assert set(run_world(run, (mesh, 2 * number, 2 * number + 3), MESHES[mesh][0], timeout=150)) == {None}
+        assert set(run_world(run, (mesh, 2 * number, 2 * number + 2), MESHES[mesh][0], timeout=150)) == {None}
     for actual in run_world(run, ("one", 2 * len(OF_EXPERTS), None), 1):
         assert_as_one_process(actual, expected)
 
