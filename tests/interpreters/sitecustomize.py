@@ -7,5 +7,5 @@ made, which takes 0.3 to 0.6 seconds. Without that, objects in cycles that are l
 import atexit
 import gc
 
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(400_000, 50, 100)
 atexit.register(gc.freeze)  # the first to be registered is the last to run
