@@ -140,6 +140,13 @@ def test_a_snapshot_may_hold_no_value() -> None:
     assert [part.shape for part in SnapshotMemory().take([torch.empty(0, 3)])] == [(0, 3)]
 
 
+def test_what_only_a_pickle_holds_is_copied_too() -> None:
+    values = torch.ones(2, dtype=torch.complex128)
+    taken: Any = Snapshots().take({"a": PickledTensors({"values": values})})["a"]
+    values.zero_()
+    assert taken.tensors["values"].tolist() == [1, 1]
+
+
 def test_memory_that_is_needed_is_prepared_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_lib.checkpointing.format.snapshot_memory._PIECE", 4096)
     answers = iter([False, True])  # a third question would raise

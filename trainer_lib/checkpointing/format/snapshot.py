@@ -70,13 +70,18 @@ class Snapshots:
         return snapshot
 
     def _copy_all(self, tensors: list[Tensor], left: Collection[int]) -> list[Tensor]:
-        buffers = self._buffers(tensors)
+        fits = [unsupported_reason(tensor) is None for tensor in tensors]
+        fitting = [tensor for tensor, is_fit in zip(tensors, fits, strict=True) if is_fit]
+        memory = iter(self.memory.take(fitting, _is_copied_asynchronously(fitting)))
+        buffers = [
+            next(memory) if is_fit else _separate_copy(tensor) for tensor, is_fit in zip(tensors, fits, strict=True)
+        ]
         now: list[tuple[Tensor, Tensor]] = []
         later: list[tuple[Tensor, Tensor]] = []
         sources_of_later: list[Tensor] = []
         streams, streams_of_later = _SideStreams(), _SideStreams()
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            if buffer.data_ptr() == tensor.data_ptr() or not tensor.numel():
+        for tensor, buffer, is_fit in zip(tensors, buffers, fits, strict=True):
+            if not is_fit or not tensor.numel():
                 continue
             source = tensor.detach()
             is_on_device, is_plain = pins_memory(source.device.type), source.device.type == "cpu" and _is_plain(source)
@@ -94,12 +99,6 @@ class Snapshots:
         copy_later = partial(_copy, later)
         self.copies = OverlappedCopies(sources_of_later, copy_later, streams_of_later) if sources_of_later else None
         return buffers
-
-    def _buffers(self, tensors: list[Tensor]) -> list[Tensor]:
-        fit = [tensor for tensor in tensors if unsupported_reason(tensor) is None]
-        memory = iter(self.memory.take(fit, _is_copied_asynchronously(fit)))
-        fitting = set(map(id, fit))
-        return [next(memory) if id(tensor) in fitting else _separate_copy(tensor) for tensor in tensors]
 
 
 class _SideStreams:
