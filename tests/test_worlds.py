@@ -1,5 +1,6 @@
 """The processes that tests run on: those that hang show where they were; a machine that stands still is not a hang."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -60,6 +61,15 @@ def test_processes_without_a_call_keep_no_threads_of_gloo() -> None:
         sleep(0.1)
     assert [threads_of(process) for process, _ in met] == [1, 1]
     assert [process for process, _ in run_world(meet)] == [process for process, _ in met], "the world still works"
+
+
+def test_a_call_starts_at_the_log_level_of_a_fresh_process() -> None:
+    def change() -> tuple[int, int]:
+        before = logging.root.level
+        logging.root.setLevel(logging.CRITICAL)
+        return os.getpid(), before
+
+    assert run_world(change) == run_world(change)
 
 
 def threads_of(process: int) -> int:
