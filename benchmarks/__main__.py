@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="how often each contestant runs (default: 7)")
     parser.add_argument("--steps", type=int, default=100, help="batches a run; a multiple of 4 (default: 100)")
     every, listed = list(TITLES), ", ".join(TITLES)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--only", nargs="+", choices=every, metavar="NAME", default=main_table, help=listed)
     parser.add_argument("--all", dest="only", action="store_const", const=every, help="with variants and imports")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single run there")
@@ -60,7 +61,10 @@ def parse() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> Iterator[Comparison]:
     """Run the scenarios that were asked for."""
     few = max(3, arguments.rounds // 4)  # fresh processes take seconds each, and differ little
-    for scenario in (scenario for scenario in SCENARIOS if scenario.name in arguments.only):
+    for scenario in (scenario.on(arguments.device) for scenario in SCENARIOS if scenario.name in arguments.only):
+        if arguments.device != "cpu" and (scenario.fresh or scenario.world_size > 1):
+            tell(f"{scenario.title}: on the CPU alone", ends=True)
+            continue
         began = time.perf_counter()
         if scenario.fresh:
             yield compare_fresh(scenario, CONTESTANTS, few, tell)

@@ -34,24 +34,25 @@ def main() -> None:
     )
     parser.add_argument("--parameters", type=float, default=250e6, help="of the model (default: 250 million)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is done (default: 3)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=arguments.folder))
     try:
-        measure(arguments.parameters, arguments.rounds, folder)
+        measure(arguments.parameters, arguments.rounds, arguments.device, folder)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(parameters: float, rounds: int, folder: Path) -> None:
+def measure(parameters: float, rounds: int, device: str, folder: Path) -> None:
     """Measure on one model."""
-    accelerator, tensors = trained(round(parameters / WIDTH**2))
+    accelerator, tensors = trained(round(parameters / WIDTH**2), device)
     size = sum(tensor.nbytes for tensor in tensors.values())
     print(
         f"{machine.describe()}; load {os.getloadavg()[0]:.1f}; a state of {size / 1e9:.2f} GB in {len(tensors)} tensors"
     )
 
-    first_copy, buffers = timed(lambda: {name: tensor.clone() for name, tensor in tensors.items()})
+    first_copy, buffers = timed(lambda: new_copy(tensors))
     copies = [timed(lambda: copy(buffers, tensors))[0] for _ in range(rounds)]
     buffers.clear()
     before = resident()  # with what the allocator has not given back
@@ -93,9 +94,9 @@ def measure(parameters: float, rounds: int, folder: Path) -> None:
         report(f"load from {where}", min(loads), min(reads), "reading every byte", "at most 1.1")
 
 
-def trained(layers: int) -> tuple[Accelerator, dict[str, Tensor]]:
+def trained(layers: int, device: str) -> tuple[Accelerator, dict[str, Tensor]]:
     """Return an engine with a model and its AdamW after an update, and all of their tensors."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=device == "cpu")
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, layers))))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-6))
     for parameter in model.parameters():
@@ -108,10 +109,21 @@ def trained(layers: int) -> tuple[Accelerator, dict[str, Tensor]]:
     return accelerator, tensors
 
 
+def new_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy all tensors into new buffers; those of tensors on a GPU are pinned."""
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    buffers = {name: torch.empty_like(tensor, device="cpu", pin_memory=True) for name, tensor in tensors.items()}
+    copy(buffers, tensors)
+    return buffers
+
+
 def copy(buffers: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     """Copy all tensors into buffers that are there."""
     for name, tensor in tensors.items():
-        buffers[name].copy_(tensor)
+        buffers[name].copy_(tensor, non_blocking=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -141,6 +153,8 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     """Return how many seconds something takes, and what it returns."""
     began = time.perf_counter()
     result = do()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter() - began, result
 
 

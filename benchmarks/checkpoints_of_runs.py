@@ -1,10 +1,12 @@
 """The cost of a Trainer's saves and of a resume, on one process and two: `python -m benchmarks.checkpoints_of_runs`.
 
 The floors: a copy of the tensors that this rank saves into buffers that are there for the time that a save blocks the
-loop, windows without a save for those beside which a checkpoint is written, and reading every byte for a resume.
+loop, windows without a save for those beside which a checkpoint is written, and reading every byte for a resume. On a
+GPU (`--device cuda`) windows are measured there, so that the processor runs ahead as it does without a measurement.
 """
 
 import argparse
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import machine
-from benchmarks.checkpoints import WIDTH, copy, forget, read, report, timed
+from benchmarks.checkpoints import WIDTH, copy, forget, new_copy, read, report, timed
 from trainer_lib import FullyShardedDataParallelPlugin, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import run_forked
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="rows of an update (default: 128)")
     parser.add_argument("--processes", type=int, default=1, help="(default: 1)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="ddp", help="of several processes (default: ddp)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=arguments.folder))
@@ -52,7 +55,8 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
     """Train with saves, resume, and print what they cost rank 0."""
-    watch = SaveWatch()
+    new_watch = SaveWatch if arguments.device == "cpu" else SaveWatchOnGpu
+    watch = new_watch()
     args = {"max_steps": arguments.saves * arguments.every + arguments.every // 2, "save_every": arguments.every}
     trainer = trainer_of(arguments, watch, output_dir=folder, keep_last=1, **args)
     trainer.fit()
@@ -64,7 +68,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
     for is_cold in (True, False):
         resumed, floors = [], []
         for _ in range(2):
-            watch = SaveWatch()
+            watch = new_watch()
             trainer = trainer_of(arguments, watch, max_steps=args["max_steps"])
             if is_cold:
                 forget(checkpoint)
@@ -79,7 +83,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             report(f"resume from {where}", min(resumed), min(floors), "reading every byte", "at most 1.2")
 
 
-def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch", **options: Any) -> Trainer:
+def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch | SaveWatchOnGpu", **options: Any) -> Trainer:
     """Return a Trainer of linear layers."""
     layers = max(1, round(arguments.parameters / WIDTH**2))
     rows = 16 * arguments.batch
@@ -90,7 +94,7 @@ def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch", **options: Any
         TrainingArguments(
             learning_rate=1e-6,
             per_device_train_batch_size=arguments.batch // arguments.processes,
-            use_cpu=True,
+            use_cpu=arguments.device == "cpu",
             progress_bar=False,
             fsdp=plugin,
             **options,
@@ -123,12 +127,9 @@ class SaveWatch(Callback):
         del folder
         if run.state.step == run.state.max_steps:
             return
-        optimizer = next(iter(run.optimizers.values()))
-        tensors = {f"weight.{name}": _local(value.detach()) for name, value in run.parameters.items()}
-        for number, values in enumerate(optimizer.state.values()):
-            tensors |= {f"{number}.{name}": _local(value) for name, value in values.items()}
+        tensors = _saved_tensors(run)
         if not self._buffers:
-            self._buffers = {name: value.clone() for name, value in tensors.items()}
+            self._buffers = new_copy(tensors)
         self.copies.append(timed(lambda: copy(self._buffers, tensors))[0])
         self._is_saving, self._began = True, time.perf_counter()
 
@@ -162,10 +163,8 @@ class SaveWatch(Callback):
 
     def print(self, arguments: argparse.Namespace) -> None:
         """Print what was measured."""
-        size = sum(value.nbytes for value in self._buffers.values())
-        several = f"{arguments.processes} processes ({arguments.strategy})" if arguments.processes > 1 else "1 process"
+        print_size(arguments, self._buffers)
         copied, free = min(self.copies), statistics.median(self.free)
-        print(f"{machine.describe()}; {several}, {torch.get_num_threads()} threads; {size / 1e9:.2f} GB a rank")
         print(f"windows of {free:.3f} s, writes of {min(self.writes):.2f} to {max(self.writes):.2f} s")
         report("first save: blocked", self.blocked[0], copied, "copy into the same buffers", "at most 0.3")
         for blocked in self.blocked[1:]:
@@ -173,6 +172,78 @@ class SaveWatch(Callback):
         beside = statistics.mean(self.beside)
         speed = statistics.mean(self.free) / beside
         print(f"{len(self.beside)} windows beside a write: {beside:.3f} s, {speed:.2f} of the speed (at least 0.97)")
+
+
+class SaveWatchOnGpu(Callback):
+    """Measures windows from the end of an update to the end of the next one, as a GPU computes them."""
+
+    def __init__(self) -> None:
+        self.ends: list[Any] = []  # events of the GPU
+        self.saved: list[int] = []  # the windows that begin with a save
+        self.beside: list[int] = []  # the windows beside which a checkpoint is written
+        self.writes: list[float] = []
+        self.copies: list[float] = []
+        self.loaded_at = 0.0
+        self._buffers: dict[str, Tensor] = {}
+
+    def on_load_end(self, run: Run, folder: Any) -> None:
+        del run, folder
+        self.loaded_at = time.perf_counter()
+
+    def on_save_begin(self, run: Run, folder: Any) -> None:
+        del folder
+        if run.state.step != run.state.max_steps:
+            self.saved.append(len(self.ends) - 1)
+
+    def on_save_end(self, run: Run, folder: Any) -> None:
+        del folder
+        self.writes.append(run.state.save_seconds or 0)
+
+    def on_step_begin(self, run: Run) -> None:
+        if run.accelerator.is_saving:
+            self.beside.append(len(self.ends) - 1)
+
+    def on_optimizer_step_end(self, run: Run) -> None:
+        if not self._buffers:
+            tensors = _saved_tensors(run)
+            self._buffers = new_copy(tensors)
+            self.copies = [timed(lambda: copy(self._buffers, tensors))[0] for _ in range(3)]
+        self.ends.append(torch.cuda.Event(enable_timing=True))
+        self.ends[-1].record()
+
+    def print(self, arguments: argparse.Namespace) -> None:
+        """Print what was measured."""
+        torch.cuda.synchronize()
+        windows = [first.elapsed_time(then) / 1e3 for first, then in itertools.pairwise(self.ends)]
+        beside = [number for number in self.beside if number not in self.saved and number < len(windows)]
+        free = [value for number, value in enumerate(windows) if number not in (*self.saved, *self.beside)]
+        usual, copied = statistics.median(free), min(self.copies)
+        print_size(arguments, self._buffers)
+        print(f"windows of {usual:.3f} s, writes of {min(self.writes):.2f} to {max(self.writes):.2f} s")
+        print(f"the first windows: {', '.join(f'{value:.3f}' for value in windows[:8])} s")
+        for number in self.saved:
+            kind = "first" if number == self.saved[0] else "next"
+            blocked = windows[number] - usual
+            report(f"{kind} save: blocked", blocked, copied, "copy into the same buffers", "at most 0.05")
+        if beside:
+            mean = statistics.mean(windows[number] for number in beside)
+            speed = statistics.mean(free[1:]) / mean
+            print(f"{len(beside)} windows beside a write: {mean:.3f} s, {speed:.2f} of the speed (at least 0.97)")
+
+
+def print_size(arguments: argparse.Namespace, buffers: dict[str, Tensor]) -> None:
+    """Print what is measured, and where."""
+    size = sum(value.nbytes for value in buffers.values())
+    several = f"{arguments.processes} processes ({arguments.strategy})" if arguments.processes > 1 else "1 process"
+    print(f"{machine.describe()}; {several}, {torch.get_num_threads()} threads; {size / 1e9:.2f} GB a rank")
+
+
+def _saved_tensors(run: Run) -> dict[str, Tensor]:
+    optimizer = next(iter(run.optimizers.values()))
+    tensors = {f"weight.{name}": _local(value.detach()) for name, value in run.parameters.items()}
+    for number, values in enumerate(optimizer.state.values()):
+        tensors |= {f"{number}.{name}": _local(value) for name, value in values.items()}
+    return tensors
 
 
 def _local(tensor: Any) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks import machine
+from benchmarks.contestants.bare import parts_by_hand
 from benchmarks.contestants.trainer_lib import forget_state
 from benchmarks.figures import Sample
 from benchmarks.fresh import measure_fresh
@@ -31,7 +32,7 @@ from trainer_lib.utils import TorchDynamoPlugin
 
 WARM = 5  # steps before the clock starts; the first one compiles
 DEEP = 12  # blocks
-_START = "from benchmarks.compilation import tell_start\ntell_start({kind!r}, {layers})"
+_START = "from benchmarks.compilation import tell_start\ntell_start({kind!r}, {layers}, {device!r})"
 
 
 def main() -> None:
@@ -41,23 +42,24 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="how often each loop runs (default: 5)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run (default: 60)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser.add_argument("--mode", default="default", help="of torch.compile (default: default)")
     parser.add_argument("--blocks", type=int, default=DEEP, help=f"of the deep model (default: {DEEP})")
     arguments = parser.parse_args()
     print(f"{machine.describe()}; load {os.getloadavg()[0]:.1f}")
-    print_steps(arguments.rounds, arguments.steps)
-    print_compilations()
-    print_starts(arguments.blocks)
+    print_steps(Task(steps=arguments.steps, layers=2, device=arguments.device), arguments.rounds, arguments.mode)
+    print_compilations(arguments.device)
+    print_starts(arguments.blocks, arguments.device)
 
 
-def print_steps(rounds: int, steps: int) -> None:
+def print_steps(task: Task, rounds: int, mode: str) -> None:
     """Compare a step with that of the compiled loop by hand."""
     loops = {"by hand": by_hand, "by hand, again": by_hand, "trainer_lib": by_trainer}
-    task = Task(steps=steps, layers=2)
     samples: dict[str, list[Sample]] = {name: [] for name in loops}
     for index in range(rounds):
         names = list(loops)
         for name in names[index % 3 :] + names[: index % 3]:
-            samples[name].append(loops[name](task))
+            samples[name].append(loops[name](task, mode))
     for name, runs in samples.items():
         ratios = sorted(run.cpu / first.cpu for run, first in zip(runs, samples["by hand"], strict=True))
         print(
@@ -67,7 +69,7 @@ def print_steps(rounds: int, steps: int) -> None:
         )
 
 
-def print_compilations() -> None:
+def print_compilations(device: str) -> None:
     """Count the graphs of a run with two callbacks, evaluations, and last batches that are short."""
     graphs: list[bool] = []
 
@@ -76,12 +78,12 @@ def print_compilations() -> None:
         graphs.append(torch.is_grad_enabled())
         return graph.forward
 
-    task = Task(steps=5, layers=2)
+    task = Task(steps=5, layers=2, device=device)
     rows: Any = task.loader().dataset
     with isolated():
         torch.compiler.reset()
         plugin = TorchDynamoPlugin(backend=count)  # type: ignore[arg-type]  # torch takes functions too
-        args = TrainingArguments(num_train_epochs=3, eval_every=4, log_every=2, compile=plugin, use_cpu=True)
+        args = TrainingArguments(num_train_epochs=3, eval_every=4, log_every=2, compile=plugin, use_cpu=device == "cpu")
         short = torch.utils.data.Subset(rows, range(len(rows) - 10))
         options: dict[str, Any] = {"train_dataset": short, "eval_dataset": short, "callbacks": [EMA(0.9)]}
         Trainer(task.model(), args, loss_fn=cross_entropy, **options).fit()
@@ -89,13 +91,13 @@ def print_compilations() -> None:
     print(f"compilations of a run with evaluations: {sum(graphs)} to train, {len(graphs) - sum(graphs)} to evaluate")
 
 
-def print_starts(layers: int) -> None:
+def print_starts(layers: int, device: str) -> None:
     """Compare the first steps of a deep model that is compiled whole, and block by block."""
     seconds: dict[str, list[Sample]] = {}
     for kind in ("eager", "whole", "blocks"):
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
-            program = _START.format(kind=kind, layers=layers)
+            program = _START.format(kind=kind, layers=layers, device=device)
             seconds[kind] = [measure_fresh(program, environment) for _ in range(1 if kind == "eager" else 2)]
     eager = seconds.pop("eager")[0]
     print(f"the first step of {layers} blocks, without compiling: CPU {eager.cpu:.1f} s, time {eager.wall:.1f} s")
@@ -109,11 +111,11 @@ def print_starts(layers: int) -> None:
         )
 
 
-def by_hand(task: Task) -> Sample:
+def by_hand(task: Task, mode: str) -> Sample:
     """Train a compiled model as one writes it."""
-    model, optimizer, scheduler, loader = task.parts()
-    model.compile()
-    clock, total = _Clock(), torch.zeros(())
+    model, optimizer, scheduler, loader = parts_by_hand(task)
+    model.compile(mode=mode)
+    clock, total = _Clock(), torch.zeros((), device=task.device)
     with isolated():
         for index, (inputs, labels) in enumerate(loader):
             if index == WARM:
@@ -129,11 +131,12 @@ def by_hand(task: Task) -> Sample:
     return clock.sample(task, weights_norm(model))
 
 
-def by_trainer(task: Task) -> Sample:
-    """Train with `compile=True`."""
+def by_trainer(task: Task, mode: str) -> Sample:
+    """Train with `compile`, which `True` makes of the default mode."""
     model, clock = task.model(), _Clock()
+    plugin = TorchDynamoPlugin(backend="inductor", mode=mode)
     with isolated():
-        fit(model, task, compile=True, callbacks=[clock])
+        fit(model, task, compile=plugin, callbacks=[clock])
         forget_state()
     return clock.sample(task, weights_norm(model))
 
@@ -141,12 +144,14 @@ def by_trainer(task: Task) -> Sample:
 def fit(model: nn.Module, task: Task, callbacks: list[Callback], **options: Any) -> None:
     """Train as the loop by hand does."""
     optimizer, scheduler = optimization(model)
-    args = TrainingArguments(num_train_epochs=1, max_grad_norm=MAX_NORM, log_every=100, use_cpu=True, **options)
+    args = TrainingArguments(
+        num_train_epochs=1, max_grad_norm=MAX_NORM, log_every=100, use_cpu=task.device == "cpu", **options
+    )
     objects: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "callbacks": callbacks}
     Trainer(model, args, train_dataset=task.loader(), loss_fn=cross_entropy, **objects).fit()
 
 
-def tell_start(kind: str, layers: int) -> None:
+def tell_start(kind: str, layers: int, device: str) -> None:
     """Print what the first step took, the compiler's processes included; a fresh process does this."""
     compiled: Any = {
         "eager": False,
@@ -154,7 +159,7 @@ def tell_start(kind: str, layers: int) -> None:
         "blocks": TorchDynamoPlugin(backend="inductor", use_regional_compilation=True),
     }
     torch.set_num_threads(1)
-    task = Task(steps=1, layers=layers)
+    task = Task(steps=1, layers=layers, device=device)
     model, clock = task.model(), _Clock(start_at=0)
     with isolated():
         clock.start()
@@ -180,11 +185,17 @@ class _Clock(Callback):
 
     def start(self) -> None:
         """Begin to measure."""
+        self._wait()
         self.wall, self.cpu = time.perf_counter(), _cpu()
 
     def stop(self) -> None:
         """End measuring."""
+        self._wait()
         self.wall, self.cpu = time.perf_counter() - self.wall, _cpu() - self.cpu
+
+    def _wait(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def sample(self, task: Task, norm: float) -> Sample:
         """Return the seconds of a step, once it is sure that all loops came to the same weights."""

@@ -5,6 +5,8 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 PACKAGES = (
     "torch", "accelerate", "transformers", "lightning", "pytorch-accelerated", "pytorch-ignite", "skorch", "fastai"
 )  # fmt: skip
@@ -14,6 +16,7 @@ def describe() -> str:
     """Return processor, system and versions in one line."""
     packages = [f"{name} {number}" for name in PACKAGES if (number := _version(name))]
     return ", ".join([
+        *([torch.cuda.get_device_name()] if torch.cuda.is_initialized() else []),
         _processor(),
         f"{os.cpu_count()} cores",
         platform.system(),

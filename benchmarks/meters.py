@@ -6,6 +6,7 @@ import time
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -35,19 +36,29 @@ class Meter:
 
 
 class Stopwatch(Meter):
-    """The seconds of the processor and of the clock on the wall."""
+    """The seconds of the processor and of the clock on the wall.
+
+    On a GPU the processor's time ends when all is queued, and the other one when all is computed.
+    """
 
     cpu = wall = 0.0
+    memory = 0.0  # the most that tensors on a GPU took
 
     def start(self) -> None:
         """Begin to measure."""
         super().start()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
         """End measuring."""
-        cpu, wall = time.process_time(), time.perf_counter()
-        self.cpu, self.wall = cpu - self.cpu, wall - self.wall
+        self.cpu = time.process_time() - self.cpu
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            self.memory = torch.cuda.max_memory_allocated()
+        self.wall = time.perf_counter() - self.wall
         super().stop()
 
 

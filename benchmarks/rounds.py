@@ -90,7 +90,7 @@ def _time(contestant: Contestant, scenario: Scenario, steps: int) -> Sample:
     if scenario.world_size > 1:
         dist.all_reduce(times)
     cpu, wall = times.tolist()
-    return Sample(cpu, wall)
+    return Sample(cpu, wall, watch.memory)
 
 
 def run(contestant: Contestant, scenario: Scenario, steps: int, meter: Meter) -> float:

@@ -1,6 +1,6 @@
 """The scenarios: which loop, on which task, and this library's target."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from benchmarks import shapes
@@ -32,6 +32,12 @@ class Scenario:
     steps: int | None = None
     fresh: bool = False
     is_variant: bool = False
+
+    def on(self, device: str) -> "Scenario":
+        """Return this scenario on another device, where sums are rounded in another order."""
+        if device == "cpu":
+            return self
+        return replace(self, settings={**self.settings, "device": device}, tolerance=max(self.tolerance, 1e-3))
 
     def task(self, steps: int) -> Task:
         """Return the task with so many batches a process."""
@@ -196,6 +202,13 @@ SCENARIOS = [
         settings={"world_size": 2},
         target="time ≤ 2.0",
         steps=313,
+    ),
+    Scenario(
+        name="evaluation-alone",
+        is_variant=True,
+        title="Evaluating 20,032 × 100 scores, for each batch",
+        loop="evaluate",
+        steps=626,
     ),
     Scenario(
         name="first-step",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.shapes import TUPLES, Shape
 
@@ -75,6 +75,7 @@ class Task:
     folder: bool = False  # the run has a folder: history, checkpoints and a report
     shape: Shape = TUPLES
     world_size: int = 1
+    device: str = "cpu"  # or "cuda"
 
     def parts(self) -> Parts:
         """Return a fresh set, always with the same weights."""
@@ -97,7 +98,7 @@ class Task:
         labels = torch.randint(CLASSES, (rows,), generator=generator)
         if self.some_ignored:
             labels[torch.rand(rows, generator=generator) < 0.25] = IGNORED
-        return DataLoader(self.shape.dataset(inputs, labels), batch_size=BATCH_SIZE, shuffle=self.shuffle)
+        return self._loader(self.shape.dataset(inputs, labels), shuffle=self.shuffle)
 
     def scores(self, steps: int | None = None) -> DataLoader[tuple[Tensor, ...]]:
         """Return a loader, not shared out yet, of what is evaluated: what a model said, and the labels."""
@@ -105,7 +106,10 @@ class Task:
         generator = torch.Generator().manual_seed(1)
         scores = torch.randn(rows, SCORES, generator=generator)
         labels = torch.randint(SCORES, (rows,), generator=generator)
-        return DataLoader(TensorDataset(scores, labels), batch_size=BATCH_SIZE)
+        return self._loader(TensorDataset(scores, labels))
+
+    def _loader(self, dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(dataset, BATCH_SIZE, shuffle=shuffle, pin_memory=self.device != "cpu")
 
 
 def optimization(model: nn.Module) -> tuple[Optimizer, LRScheduler]:

@@ -25,7 +25,7 @@ class Accelerate(AcceleratorLoop):
         if task.blocks:
             raise NotOfferedError  # on the CPU it silently ignores its FSDP plugin, and trains with DDP
         accelerate = import_module("accelerate")
-        return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation)
+        return accelerate.Accelerator(cpu=task.device == "cpu", gradient_accumulation_steps=task.accumulation)
 
     def backward(self, accelerator: Any, loss: Tensor, weight: Tensor) -> None:
         """Sum the weights of all processes first, as its documentation does, and divide by them."""
@@ -36,7 +36,8 @@ class Accelerate(AcceleratorLoop):
         """Gather what counts, batch by batch, as its examples do."""
         accelerator = self.accelerator(task)
         loader = accelerator.prepare(task.scores())
-        loss, correct, count = torch.zeros(()), torch.zeros((), dtype=torch.int64), 0
+        loss = torch.zeros((), device=task.device)
+        correct, count = torch.zeros((), dtype=torch.int64, device=task.device), 0
         with meter, torch.no_grad():
             for scores, labels in loader:
                 metrics = scores.argmax(1) == labels, cross_entropy(scores, labels, reduction="none")

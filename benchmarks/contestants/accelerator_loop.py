@@ -21,7 +21,7 @@ class AcceleratorLoop(Contestant):
         """Train."""
         accelerator = self.accelerator(task)
         model, optimizer, scheduler, loader = accelerator.prepare(*task.parts())
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         with meter:
             for inputs, labels in loader:
                 with accelerator.accumulate(model):
@@ -41,7 +41,7 @@ class AcceleratorLoop(Contestant):
         """Train on sums."""
         accelerator = self.accelerator(task)
         model, optimizer, scheduler, loader = accelerator.prepare(*task.parts())
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         with meter:
             for inputs, labels in loader:
                 with accelerator.accumulate(model):

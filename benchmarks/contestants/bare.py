@@ -1,6 +1,8 @@
 """The hand-written PyTorch loop: the baseline of all comparisons."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ class Bare(Contestant):
         if task.accumulation > 1:
             return self._accumulate(task, meter)
         model, optimizer, scheduler, loader = parts_by_hand(task)
-        loss_of, total = task.shape.loss, torch.zeros(())
+        loss_of, total = task.shape.loss, torch.zeros((), device=task.device)
         with meter:
             for batch in loader:
                 loss = loss_of(model, batch)
@@ -43,7 +45,7 @@ class Bare(Contestant):
         model, optimizer, scheduler, loader = parts_by_hand(task)
         steps, last = task.accumulation, task.steps - 1
         no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
-        loss_of, total = task.shape.loss, torch.zeros(())
+        loss_of, total = task.shape.loss, torch.zeros((), device=task.device)
         with meter:
             for index, batch in enumerate(loader):
                 updates = (index + 1) % steps == 0 or index == last
@@ -69,7 +71,7 @@ class Bare(Contestant):
     def update_by_weight(self, task: Task, meter: Meter) -> float:
         """Train on sums; how many labels count is a message of its own."""
         model, optimizer, scheduler, loader = parts_by_hand(task)
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         with meter:
             for inputs, labels in loader:
                 weight = (labels != IGNORED).sum()
@@ -86,14 +88,14 @@ class Bare(Contestant):
 
     def evaluate(self, task: Task, meter: Meter) -> float:
         """Sum up here, and then over the processes."""
-        loader = shared_by_hand(task, task.scores())
-        loss, hits, count = torch.zeros(()), torch.zeros(()), 0
+        loader = loader_by_hand(task, task.scores())
+        loss, hits, count = *torch.zeros(2, device=task.device), 0
         with meter, torch.no_grad():
             for scores, labels in loader:
                 loss += cross_entropy(scores, labels, reduction="sum")
                 hits += (scores.argmax(1) == labels).sum()
                 count += len(labels)
-            sums = torch.stack([loss, hits, torch.tensor(float(count))])
+            sums = torch.stack([loss, hits, torch.tensor(float(count), device=task.device)])
             if task.world_size > 1:
                 dist.all_reduce(sums)
             mean_loss, accuracy = (sums[:2] / sums[2]).tolist()
@@ -101,7 +103,7 @@ class Bare(Contestant):
 
     def read(self, task: Task, meter: Meter) -> float:
         """Go through the data."""
-        loader = task.loader()
+        loader = loader_by_hand(task, task.loader())
         total = labels_sum([labels for _, labels in loader])
         with meter:
             for _ in loader:
@@ -118,12 +120,18 @@ class BareAgain(Bare):
 def parts_by_hand(task: Task) -> Parts:
     """Return the parts of a task as one makes them for so many processes."""
     parts = task.parts()
+    loader = loader_by_hand(task, parts.loader)
     if task.world_size == 1:
-        return parts
-    loader = shared_by_hand(task, parts.loader)
+        return parts._replace(model=parts.model.to(task.device), loader=loader)
     if task.blocks:
         return Parts(*_sharded(task), loader)
     return parts._replace(model=DistributedDataParallel(parts.model), loader=loader)
+
+
+def loader_by_hand(task: Task, loader: DataLoader[Any]) -> Any:
+    """Return what gives this process's batches, on its device."""
+    loader = shared_by_hand(task, loader)
+    return loader if task.device == "cpu" else _OnDevice(loader, task.device)
 
 
 def shared_by_hand(task: Task, loader: DataLoader[tuple[Tensor, ...]]) -> DataLoader[tuple[Tensor, ...]]:
@@ -132,6 +140,23 @@ def shared_by_hand(task: Task, loader: DataLoader[tuple[Tensor, ...]]) -> DataLo
         return loader
     sampler: DistributedSampler[Tensor] = DistributedSampler(loader.dataset, shuffle=False)
     return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
+
+
+class _OnDevice:
+    """A loader whose batches are copied to a device, without waiting for it."""
+
+    def __init__(self, loader: DataLoader[Any], device: str) -> None:
+        self.loader, self.device = loader, device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if isinstance(batch, dict):
+                yield {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+            else:
+                yield [value.to(self.device, non_blocking=True) for value in batch]
 
 
 def _sharded(task: Task) -> tuple[nn.Module, Optimizer, LRScheduler]:

@@ -24,7 +24,7 @@ class Fabric(Contestant):
             raise NotOfferedError
         fabric, model, optimizer, scheduler, loader = self._set_up(task)
         steps, last = task.accumulation, task.steps - 1
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         with meter:
             for index, (inputs, labels) in enumerate(loader):
                 updates = (index + 1) % steps == 0 or index == last
@@ -42,7 +42,7 @@ class Fabric(Contestant):
     def update_by_weight(self, task: Task, meter: Meter) -> float:
         """Train on sums; how many labels count is a message of its own."""
         fabric, model, optimizer, scheduler, loader = self._set_up(task)
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         with meter:
             for inputs, labels in loader:
                 weights = fabric.all_reduce((labels != IGNORED).sum(), reduce_op="sum")
@@ -71,6 +71,7 @@ class Fabric(Contestant):
 
     def _fabric(self, task: Task) -> Any:
         strategy = "auto" if task.world_size == 1 else "ddp"
-        fabric = import_module("lightning.fabric").Fabric(accelerator="cpu", devices=task.world_size, strategy=strategy)
+        library = import_module("lightning.fabric")
+        fabric = library.Fabric(accelerator=task.device, devices=task.world_size, strategy=strategy)
         fabric.launch()
         return fabric

@@ -17,7 +17,7 @@ class Fastai(Contestant):
 
     def fit(self, task: Task, meter: Meter) -> float:
         """Train."""
-        if task.world_size > 1 or not task.shape.has_tuples or task.folder:
+        if task.device != "cpu" or task.world_size > 1 or not task.shape.has_tuples or task.folder:
             raise NotOfferedError
         learner, training = import_module("fastai.learner"), import_module("fastai.callback.training")
         callback, data = import_module("fastai.callback.core"), import_module("fastai.data.core")

@@ -13,7 +13,7 @@ from benchmarks.contestants.base import Contestant, around
 from benchmarks.meters import Meter
 from benchmarks.task import BATCH_SIZE, LOG_EVERY, MAX_NORM, Task, optimization, weights_norm
 
-_COMMON = {"use_cpu": True, "report_to": "none", "dataloader_pin_memory": False}
+_COMMON = {"report_to": "none", "dataloader_pin_memory": False}
 
 
 class HuggingFace(Contestant):
@@ -45,6 +45,7 @@ class HuggingFace(Contestant):
                     save_strategy="no",
                     logging_nan_inf_filter=False,
                     ddp_find_unused_parameters=False,
+                    use_cpu=task.device == "cpu",
                     **_COMMON,
                 ),
                 train_dataset=task.loader().dataset,
@@ -77,6 +78,7 @@ class HuggingFace(Contestant):
                     remove_unused_columns=False,
                     label_names=["labels"],
                     disable_tqdm=True,
+                    use_cpu=task.device == "cpu",
                     **_COMMON,
                 ),
                 data_collator=collate,

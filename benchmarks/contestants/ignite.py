@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.contestants.bare import parts_by_hand, shared_by_hand
+from benchmarks.contestants.bare import loader_by_hand, parts_by_hand
 from benchmarks.contestants.base import Contestant, NotOfferedError
 from benchmarks.meters import Meter
 from benchmarks.task import LOG_EVERY, MAX_NORM, Task, weights_norm
@@ -26,7 +26,7 @@ class Ignite(Contestant):
         """Train."""
         engine_module = import_module("ignite.engine")
         model, optimizer, scheduler, loader = parts_by_hand(task)
-        steps, total, loss_of = task.accumulation, torch.zeros(()), task.shape.loss
+        steps, total, loss_of = task.accumulation, torch.zeros((), device=task.device), task.shape.loss
         if steps > 1 and isinstance(model, DistributedDataParallel):
             raise NotOfferedError
 
@@ -56,8 +56,8 @@ class Ignite(Contestant):
         evaluator = import_module("ignite.engine").create_supervised_evaluator(
             nn.Identity(), {"loss": metrics.Loss(cross_entropy), "accuracy": metrics.Accuracy()}
         )
-        evaluator.run(shared_by_hand(task, task.scores(2)))
-        loader = shared_by_hand(task, task.scores())
+        evaluator.run(loader_by_hand(task, task.scores(2)))
+        loader = loader_by_hand(task, task.scores())
         with meter:
             results = evaluator.run(loader).metrics
         return results["loss"] + results["accuracy"]

@@ -65,7 +65,7 @@ class LightningTrainer(Contestant):
 
 def _trainer(task: Task, **options: Any) -> Any:
     return import_module("lightning").Trainer(
-        accelerator="cpu",
+        accelerator=task.device,
         devices=task.world_size,
         strategy="auto" if task.world_size == 1 else "ddp",
         use_distributed_sampler=False,  # its own shuffles

@@ -26,8 +26,11 @@ class PytorchAccelerated(Contestant):
         accelerate = import_module("accelerate")
         model = task.model()
         shown = [callbacks.ProgressBarCallback] if task.bar else []
-        on_cpu = type("Own", (library.Trainer,), {"_create_accelerator": lambda _: accelerate.Accelerator(cpu=True)})
-        trainer = on_cpu(
+
+        def create_accelerator(_: Any) -> Any:
+            return accelerate.Accelerator(cpu=task.device == "cpu")
+
+        trainer = type("Own", (library.Trainer,), {"_create_accelerator": create_accelerator})(
             model,
             loss_func=task.shape.loss_fn,
             optimizer=optimization(model)[0],

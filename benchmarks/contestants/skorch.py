@@ -32,6 +32,7 @@ class Skorch(Contestant):
             lr=1e-3,
             max_epochs=1,
             batch_size=BATCH_SIZE,
+            device=task.device,
             train_split=None,
             callbacks=[
                 callbacks.GradientNormClipping(MAX_NORM),

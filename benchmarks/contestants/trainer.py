@@ -43,7 +43,9 @@ class Trainer(Contestant):
         """Evaluate by a metric that is called by its name."""
         from trainer_lib import Trainer, TrainingArguments
 
-        arguments = TrainingArguments(per_device_eval_batch_size=BATCH_SIZE, progress_bar=False, use_cpu=True)
+        arguments = TrainingArguments(
+            per_device_eval_batch_size=BATCH_SIZE, progress_bar=False, use_cpu=task.device == "cpu"
+        )
         trainer = Trainer(nn.Identity(), arguments, loss_fn=cross_entropy, metrics="accuracy")
         trainer.evaluate(task.scores(2).dataset)
         dataset = task.scores().dataset
@@ -67,7 +69,7 @@ class Trainer(Contestant):
             max_grad_norm=MAX_NORM,
             log_every=LOG_EVERY,
             progress_bar=task.bar,
-            use_cpu=True,
+            use_cpu=task.device == "cpu",
             output_dir=folder,
             **options,
         )

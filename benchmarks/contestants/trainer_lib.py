@@ -19,7 +19,7 @@ class TrainerLib(AcceleratorLoop):
         from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
 
         plugin = FullyShardedDataParallelPlugin() if task.blocks else None
-        return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulation, fsdp_plugin=plugin)
+        return Accelerator(cpu=task.device == "cpu", gradient_accumulation_steps=task.accumulation, fsdp_plugin=plugin)
 
     def backward(self, accelerator: Any, loss: Tensor, weight: Tensor) -> None:
         """Name the weight; it travels with the gradients."""
