@@ -212,6 +212,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.scheduler_steps_per_process = scheduler_steps_per_process
         self.window: GradientWindow = GradientWindow(self.gradient_state, self.num_processes)
         self.prepared: Prepared = Prepared(self.strategy)
+        construction.keep_gradients_of_graphs(self.window, self.prepared, self.state)
         self.engine: Engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
         self.checkpoints: Checkpoints = Checkpoints(self.engine, self.project_configuration)
         self._weighted = WeightedBackward(self.engine)

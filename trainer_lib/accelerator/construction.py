@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.device_types import has_symmetric_memory
+from trainer_lib.foundation.device_types import has_cuda_graphs, has_symmetric_memory
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, unknown
 from trainer_lib.foundation.imports import is_deepspeed_available
@@ -22,6 +23,7 @@ from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accelerator_state import AcceleratorState
+from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies.registry import registered_options
 
 if TYPE_CHECKING:
@@ -277,3 +279,12 @@ def check_memory(options: MemoryKwargs, state: AcceleratorState) -> None:
             "activation_offload=True does not work with fullgraph=True: what is moved to host memory ends a graph. "
             "Leave fullgraph out."
         )
+
+
+def keep_gradients_of_graphs(window: GradientWindow, prepared: Prepared, state: AcceleratorState) -> None:
+    """Have gradients that accumulate survive the runs of CUDA graphs, where compiled models replay them."""
+    if not (state.dynamo_plugin.replays_cuda_graphs and has_cuda_graphs(state.device.type)):
+        return
+    from trainer_lib.accelerator.cuda_graphs import keep_gradients
+
+    window.on_second_micro_batch = lambda: keep_gradients(prepared.optimizers)

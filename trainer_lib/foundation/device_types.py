@@ -89,6 +89,11 @@ def has_symmetric_memory(device_type: str) -> bool:
     return device_type == _CUDA
 
 
+def has_cuda_graphs(device_type: str) -> bool:
+    """Whether a type of device records what is launched, and replays it as one."""
+    return device_type == _CUDA
+
+
 def computes_in_fp16(device_type: str) -> bool:
     """Whether a type of device has fp16, with a scale of the loss."""
     return device_type != _XLA

@@ -88,6 +88,18 @@ class TorchDynamoPlugin(KwargsHandler):
         """Whether models are compiled."""
         return self.backend != DynamoBackend.NO and not self.disable
 
+    @property
+    def replays_cuda_graphs(self) -> bool:
+        """Whether compiled models replay CUDA graphs on a GPU that has them.
+
+        Example:
+            >>> TorchDynamoPlugin(backend="inductor", mode="reduce-overhead").replays_cuda_graphs
+            True
+        """
+        asks = self.mode in ("reduce-overhead", "max-autotune") or bool((self.options or {}).get("triton.cudagraphs"))
+        by_inductor = self.backend == DynamoBackend.INDUCTOR and asks
+        return self.is_active and (by_inductor or self.backend == DynamoBackend.CUDAGRAPHS)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all options by name, the backend as torch writes it."""
         backend = self.backend

@@ -4,7 +4,7 @@ Backward uses a nominal weight, which is known before the first micro-batch. The
 its last micro-batch. Before the update, gradients are multiplied by nominal weight / real weight.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -102,6 +102,7 @@ class GradientWindow:
         self.state = state
         self._num_ranks = num_ranks
         self.is_local: bool = num_ranks == 1
+        self.on_second_micro_batch: Callable[[], None] | None = None  # called before its forward
         self.waits_for_all = False  # only the end of the data of all ranks ends a window early, not that of this rank
         self.reset()
 
@@ -156,6 +157,8 @@ class GradientWindow:
             self.is_fresh = not any(counts.values())
         else:
             self.is_fresh = False
+            if size == 2 and self.on_second_micro_batch is not None:
+                self.on_second_micro_batch()
         last = size >= (plugin.num_steps or 1) or (
             plugin.sync_with_dataloader
             and state.end_of_dataloader
