@@ -3,7 +3,7 @@
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
@@ -129,6 +129,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
         progress, step, clock = self._progress, self._reader.step, time.perf_counter
         device, non_blocking = self._delivery.device, self._delivery.non_blocking
+        send = None if device is None else _sender(device)
         of_round = self.samples_in_round = self._reader.total_batch_size if self._reader.counts_alike else None
         counted = False
         asked = clock()
@@ -140,8 +141,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             elif counted:
                 self.rows, self.remainder, self.samples_in_round = None, ending.remainder, of_round
                 counted = False
-            if device is not None:
-                batch = send_to_device(batch, device, non_blocking)
+            if send is not None:
+                batch = send(batch, device, non_blocking)
             reading.consumed += step
             progress.now = reading
             if handed_out == ending.batches:
@@ -525,3 +526,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
 
 DataLoaderAdapter = PreparedLoader  # its name in Accelerate, which scripts ask for
+
+
+def _sender(device: torch.device | str | int) -> Callable[..., Any]:
+    """Return what sends batches to a device; from an accelerator, what they were on the host can be asked for later."""
+    if torch.device(device).type == "cpu":
+        return send_to_device
+    from trainer_lib.data_loader.host_values import send_remembered
+
+    return send_remembered

@@ -16,6 +16,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError, NonFiniteError, Trainer
 from trainer_lib.callbacks import ClipValue
 from trainer_lib.events import Callback, Run
+from trainer_lib.trainer.safety.nonfinite_guard import one_if_not_finite
 
 BAD = 21  # the sample that spoils its update: of batches of 4 the sixth
 
@@ -489,3 +490,14 @@ def test_gradients_are_clipped_from_the_limit_on(share: float) -> None:
 
     norm = moved(1e9)
     assert moved(share * norm) == pytest.approx(min(share, 1) * norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-45, 1.0, 3e38, math.inf, -math.inf, math.nan])
+def test_a_fused_optimizer_skips_by_the_flag_what_is_not_finite(norm: float) -> None:
+    """As on a GPU, where nothing waits for the norm."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer: Any = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    optimizer.found_inf = one_if_not_finite(torch.tensor(norm))
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(3)) is not math.isfinite(norm)

@@ -63,10 +63,21 @@ def summed(loss_fn: Any) -> SummedLoss | None:
     return lambda outputs, targets: (total(outputs, targets), count(settings, outputs, targets))
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return what a tensor of the batch was on the host; the tensor itself where that is not known."""
+    if tensor.is_cpu:
+        return tensor
+    from trainer_lib.data_loader.host_values import host_value
+
+    return host_value(tensor)
+
+
 def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
-    """Return the number of labels that are not ignored: a number on the CPU, else a tensor, which needs no waiting."""
+    """Return the number of labels that are not ignored: a tensor where only an accelerator knows them."""
     if not labels.is_cpu:
-        return torch.count_nonzero(labels != ignored)
+        labels = on_host(labels)
+        if not labels.is_cpu:
+            return torch.count_nonzero(labels != ignored)
     if labels.ndim == 1 and labels.numel() <= _FEW:  # for a few labels Python is faster than torch
         return float(labels.numel() - labels.tolist().count(ignored))
     return float(torch.count_nonzero(labels != ignored))
@@ -110,7 +121,8 @@ def _targets(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
     if weight is None:
         return count_valid(targets, settings.ignore_index)
     valid = targets != settings.ignore_index
-    return weight[targets[valid]].sum()
+    # The valid targets alone would have a size that the host had to wait for.
+    return torch.where(valid, weight[targets.where(valid, 0)], 0.0).sum()
 
 
 def _elements(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:

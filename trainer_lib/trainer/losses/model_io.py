@@ -20,7 +20,7 @@ from trainer_lib.foundation.batch_fields import (
 )
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.trainer.data.batch_rows import count_rows
-from trainer_lib.trainer.losses.loss_result import Weight, count_valid
+from trainer_lib.trainer.losses.loss_result import Weight, count_valid, on_host
 
 __all__ = [
     "LABEL_NAMES",
@@ -62,7 +62,9 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
     if hasattr(batch, "keys") and SHIFTED_LABELS in batch:  # which the model compares instead
         labels, shifted = batch[SHIFTED_LABELS], False
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex() and labels.ndim:
-        return count_valid(labels[..., 1:] if shifted and labels.ndim > 1 else labels)
+        if shifted and labels.ndim > 1:
+            labels = (labels if labels.is_cpu else on_host(labels))[..., 1:]
+        return count_valid(labels)
     if isinstance(labels, dict) and list(labels) == SPAN:
         return _count_spans(labels, batch)
     return float(batch_size(batch))
@@ -71,7 +73,7 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
 def count_tokens(batch: Any) -> int | Tensor:
     """Return the number of tokens in `input_ids`, without the padding that `attention_mask` marks.
 
-    On an accelerator the number is a tensor, so that the CPU does not wait for it.
+    Where only an accelerator knows the mask, the number is a tensor, so that the CPU does not wait for it.
 
     Raises:
         ConfigurationError: If the batch has no `input_ids`.
@@ -89,7 +91,7 @@ def count_tokens(batch: Any) -> int | Tensor:
         )
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         return tokens.numel()
-    tokens_in_mask = mask.count_nonzero()
+    tokens_in_mask = on_host(mask).count_nonzero()
     return int(tokens_in_mask) if tokens_in_mask.is_cpu else tokens_in_mask
 
 
@@ -98,7 +100,8 @@ def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:
     tokens = (as_mapping(batch) or {}).get("input_ids")
     if not isinstance(tokens, Tensor) or tokens.ndim < 2:
         return float(batch_size(batch))
-    inside = [count_valid(torch.where(spans[name] < tokens.shape[1], 0, IGNORE_INDEX)) for name in SPAN]
+    ends = [on_host(spans[name]) < tokens.shape[1] for name in SPAN]
+    inside = [count_valid(torch.where(is_inside, 0, IGNORE_INDEX)) for is_inside in ends]
     return (inside[0] + inside[1]) / 2
 
 

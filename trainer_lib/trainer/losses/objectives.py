@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.pytree import find_device
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight, summed
@@ -141,6 +142,7 @@ class ModelLoss:
     def __init__(self, bare: nn.Module, count: CountItems, check_mean: MeanCheck | None = None) -> None:
         self._bare, self._count, self._check_mean = bare, count, check_mean
         self._is_checked = False
+        self._device: torch.device | None = None  # of batches
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
 
     def __call__(self, model: Any, batch: Any) -> LossResult:
@@ -157,6 +159,7 @@ class ModelLoss:
         if not self._is_checked:
             check_names(self._bare, batch)
             check_values(self._bare, batch, has_loss_fn=False)
+            self._device = find_device(batch)
             self._count(batch)  # the first count may run the model, which has to be before its forward
             self._is_checked = True
         if self._check_mean is not None and not self._check_mean.is_done:
@@ -165,7 +168,8 @@ class ModelLoss:
             outputs = call_model(model, batch)
             return outputs, _mean(outputs)
         weight = self._count(batch)
-        items = _items(weight).requires_grad_(self._divides is None)  # until it is known whether the loss depends on it
+        items = _items(weight, self._device)
+        items.requires_grad_(self._divides is None)  # until it is known whether the loss depends on it
         outputs = call_model(model, batch, num_items_in_batch=items)
         loss = _loss_of(outputs)
         if loss is None:
@@ -212,11 +216,11 @@ def _loss_of(outputs: Any) -> Tensor | None:
     return loss
 
 
-def _items(weight: Weight) -> Tensor:
+def _items(weight: Weight, device: torch.device | None) -> Tensor:
     """Return a number of items as a tensor; at least 1, since without any items the sum is 0 as well."""
     if isinstance(weight, Tensor):
         return weight.to(torch.float32).clamp(min=1)
-    return torch.full((), max(weight, 1.0), dtype=torch.float32)
+    return torch.full((), max(weight, 1.0), dtype=torch.float32, device=device)
 
 
 def _mean(outputs: Any) -> LossResult | None:

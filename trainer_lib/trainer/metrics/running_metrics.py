@@ -14,6 +14,7 @@ from trainer_lib.foundation.errors import ConfigurationError, DistributedOperati
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
+from trainer_lib.trainer.losses.loss_result import count_valid
 
 _logger = get_logger(__name__)
 
@@ -259,9 +260,7 @@ def _accuracy(name: str, output: EvaluationOutput) -> Measured:
         pairs = zip(predictions, labels, strict=True)
         return float(sum(prediction == label for prediction, label in pairs)), float(len(labels))
     scores, labels = _tensors(name, output)
-    valid = labels != IGNORE_INDEX
-    correct = (chosen_classes(name, scores, labels) == labels) & valid
-    return correct.sum(), valid.sum()
+    return _correct(chosen_classes(name, scores, labels) == labels, labels)
 
 
 def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
@@ -271,9 +270,15 @@ def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
             f"The metric {name!r} needs at least {k} scores for each label, in the last dimension (got predictions of "
             f"shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)})."
         )
-    valid = labels != IGNORE_INDEX
-    correct = (scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1) & valid
-    return correct.sum(), valid.sum()
+    return _correct((scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1), labels)
+
+
+def _correct(hits: Tensor, labels: Tensor) -> Measured:
+    """Return how many labels that count are hit, and how many count."""
+    count = count_valid(labels)
+    if isinstance(count, Tensor) or count < labels.numel():
+        hits = hits & (labels != IGNORE_INDEX)
+    return hits.sum(), count
 
 
 def _squared_error(name: str, output: EvaluationOutput) -> Measured:
