@@ -24,11 +24,12 @@ def launch_on_gpus(
     """Run `function(*args)` on ranks and return how the launcher ended; `folder` gets what each rank returned."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "call.pickle").write_bytes(cloudpickle.dumps((function, args)))
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     launcher = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--num_processes", str(num_processes)]
     return subprocess.run(
         [*launcher, "-m", "tests.gpu.ranks", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})},
+        env={**os.environ, "PYTHONPATH": path, **(variables or {})},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,6 +1,7 @@
 """Copies between host and GPU: from pinned memory, without waiting, and on streams of their own for saves."""
 
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.gpu.training import ROWS, data, network
+from tests.gpu.training import ROWS, ForbidsWaiting, data, network
 from tests.trainer.tasks import arguments, points, trainer
 from tests.trainer.tasks import network as small_network
 from trainer_lib import Accelerator
@@ -70,21 +71,6 @@ def test_a_loop_of_your_own_waits_for_nothing(request: pytest.FixtureRequest) ->
     assert total.isfinite()
 
 
-class ForbidsWaiting(Callback):
-    """Raises for what waits for the device, from the third step to the last but one."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def on_step_begin(self, run: Run) -> None:
-        torch.cuda.set_sync_debug_mode("error" if 2 <= run.state.step < 7 else "default")
-
-    def on_step_end(self, run: Run) -> None:
-        del run
-        self.steps += torch.cuda.get_sync_debug_mode() == 2
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_a_trainer_waits_for_nothing_between_logs() -> None:
     callback = ForbidsWaiting()
     args = arguments(use_cpu=False, max_steps=8, log_every="never", gradient_accumulation_steps=2, pin_memory=True)
@@ -111,14 +97,18 @@ def test_a_snapshot_holds_the_values_of_its_moment() -> None:
         assert bool((weight == expected).all())
 
 
-def test_the_host_waits_for_no_copy_that_overlaps() -> None:
+def test_the_host_waits_for_no_copy_that_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are queued; what is launched after `wait` runs after them, and the thread that saves waits."""
     tensor = torch.zeros(256 << 20, device="cuda")
     snapshots = Snapshots()
     snapshots.allocate([tensor])
     torch.cuda.synchronize()
     tensor.fill_(1.0)
-    torch.cuda.set_sync_debug_mode("error")
+    waiting: list[threading.Thread] = []
+    # Not "error": the mode holds for the thread that saves, too.
+    torch.cuda.set_sync_debug_mode("warn")
+    warnings.simplefilter("always")
+    monkeypatch.setattr(warnings, "showwarning", lambda *_, **__: waiting.append(threading.current_thread()))
     try:
         copied: Any = snapshots.take({"model": Tensors({"weight": tensor})}, {tensor.data_ptr()})["model"]
         copies = snapshots.copies
@@ -131,6 +121,7 @@ def test_the_host_waits_for_no_copy_that_overlaps() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     saving.join()
+    assert threading.main_thread() not in waiting
     assert results == [True]
     assert bool((copied.tensors["weight"] == 1.0).all())
     torch.cuda.synchronize()

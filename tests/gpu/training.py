@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.worlds import forget_world
 from trainer_lib import Accelerator
+from trainer_lib.events import Callback, Run
 
 ROWS = 16  # of a batch of all ranks
 WIDTH = 64  # a multiple of 16, as fp8 needs
@@ -36,6 +37,21 @@ def data(batches: int = 8) -> TensorDataset:
 def adamw(parameters: Any) -> Optimizer:
     """Return torch's fused AdamW."""
     return AdamW(parameters, lr=3e-3, fused=True)
+
+
+class ForbidsWaiting(Callback):
+    """Raises for what waits for the device, from the third step to the last but one."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_begin(self, run: Run) -> None:
+        torch.cuda.set_sync_debug_mode("error" if 2 <= run.state.step < 7 else "default")
+
+    def on_step_end(self, run: Run) -> None:
+        del run
+        self.steps += torch.cuda.get_sync_debug_mode() == 2
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass
