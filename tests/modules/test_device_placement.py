@@ -73,7 +73,7 @@ def test_errors_name_the_tensor() -> None:
 def test_a_module_is_aligned_within_a_block() -> None:
     layer = nn.Linear(2, 1)
     weight = layer.weight
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with align_module_device(layer, device):
         assert layer.weight.device.type == device.type
         layer.weight.data.fill_(3)

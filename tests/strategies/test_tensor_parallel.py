@@ -37,7 +37,12 @@ from trainer_lib.modules.state import module_state
 from trainer_lib.state import AcceleratorState
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.plan import resolve
-from trainer_lib.utils import TorchDynamoPlugin, TorchTensorParallelConfig, TorchTensorParallelPlugin
+from trainer_lib.utils import (
+    TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+    is_torch_version,
+)
 
 REPLICAS = {"dp_replicate_size": 2, "tp_size": 2}
 SHARDS = {"dp_shard_size": 2, "tp_size": 2}
@@ -271,7 +276,8 @@ def _async_tp() -> tuple[list[str], list[bool]]:
 
 def test_async_tensor_parallelism_is_switched_on_for_plans_of_sequences() -> None:
     texts, states = run_world(_async_tp)[0]
-    assert states == [False, False, True, True, False]
+    has_to_ask = is_torch_version("<", "2.15.0")  # later it is there wherever a device has it, which a CPU has not
+    assert states == [False, False, True, has_to_ask, False]
     assert "this plan only sums whole activations. Give TorchTensorParallelConfig(sequence_parallel=True)" in texts[0]
     assert "enable_async_tp=True does not work on this device (cpu)" in texts[1]
 

@@ -1,6 +1,7 @@
 """Activation checkpointing: recompute the activations of blocks in the backward instead of storing them."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -72,6 +73,8 @@ def checkpoint_activations(
     options: dict[str, Any] = {"use_reentrant": False}
     if policy is not None:
         options["context_fn"] = selective_contexts(policy, "gradient_checkpointing_policy")
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # from torch 2.15 on
+            options["respect_saved_tensors_hooks"] = False
     mover = ActivationOffload() if offload else None
     # transformers' models know which side effects must not happen twice, such as writing to a cache.
     if getattr(model, "supports_gradient_checkpointing", False):
