@@ -16,7 +16,7 @@ from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tensor_files.finite_check import Fault, nonfinite_tensors
 from trainer_lib.tensor_files.safetensors import write_tensors
-from trainer_lib.tensor_files.tensor_storage import without_aliases
+from trainer_lib.tensor_files.tensor_storage import bytes_of, without_aliases
 
 
 class Content(ABC):
@@ -112,7 +112,7 @@ class Pickled(Content):
     @property
     def size(self) -> int:
         """The bytes of the tensors."""
-        return sum(leaf.nbytes for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor))
+        return sum(bytes_of(leaf) for leaf in tree_leaves(self.value) if isinstance(leaf, Tensor))
 
 
 @frozen_dataclass
@@ -154,4 +154,4 @@ class Json(Content):
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the bytes of tensors; a tensor with several names counts once."""
-    return sum(tensor.nbytes for tensor in without_aliases(tensors)[0].values())
+    return sum(map(bytes_of, without_aliases(tensors)[0].values()))

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_lib.tensor_files.tensor_storage import stored_values
+
 Fault = Literal["nan", "inf"]
 
 _PIECE = 1 << 17  # numbers that are checked at a time, so that they stay in the cache
@@ -31,7 +33,8 @@ def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Fault]:
 
 
 def _fault(tensor: Tensor) -> Fault | None:
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    values = stored_values(tensor.detach())
+    values = torch.view_as_real(values) if values.is_complex() else values
     if values.dtype not in _BITS or not values.numel():
         return None
     if values.device.type != "cpu":

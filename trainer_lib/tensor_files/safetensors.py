@@ -15,7 +15,7 @@ from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files.tensor_storage import without_aliases
+from trainer_lib.tensor_files.tensor_storage import stored_values, without_aliases
 
 _NAMES = {
     torch.float64: "F64",
@@ -70,6 +70,15 @@ def unsupported_reason(tensor: Tensor) -> str | None:
     return None
 
 
+def _instead(tensor: Tensor) -> str:
+    if stored_values(tensor) is tensor:
+        return ""
+    return (
+        " Keep its indices and values as buffers, make it in the constructor with persistent=False, or save with "
+        "safe_serialization=False."
+    )
+
+
 def write_tensors(
     tensors: Mapping[str, Tensor],
     path: AnyPath,
@@ -87,7 +96,7 @@ def write_tensors(
     kept, aliases = without_aliases(tensors)
     for name, tensor in kept.items():
         if (reason := unsupported_reason(tensor)) is not None:
-            raise CheckpointError(f"{name!r} {reason}, so it cannot be saved.")
+            raise CheckpointError(f"{name!r} {reason}, so it cannot be saved.{_instead(tensor)}")
     # Large dtypes first, so that each tensor is aligned to the size of its elements.
     order = sorted(kept, key=lambda name: (-kept[name].dtype.itemsize, name))
     with ChecksummedFile(path, bypasses_cache) as file:

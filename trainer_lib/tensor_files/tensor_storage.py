@@ -7,6 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+_ROWS, _COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
+_COMPRESSED = {
+    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS
+}  # fmt: skip
+
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Return the device, address and size of a tensor's storage; equal for tensors that share memory.
@@ -15,6 +20,28 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """
     storage = tensor.untyped_storage()
     return tensor.device, 0 if tensor.device.type == "meta" else storage.data_ptr(), storage.nbytes()
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse tensor that are stored; of another tensor, the tensor."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()  # that of the public name has to be coalesced
+    return tensor.values() if tensor.layout in _COMPRESSED else tensor
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's values, and of the indices of a sparse one.
+
+    Example:
+        >>> bytes_of(torch.eye(3)), bytes_of(torch.eye(3).to_sparse()), bytes_of(torch.eye(3).to_sparse_csr())
+        (36, 60, 68)
+    """
+    values = stored_values(tensor)
+    if tensor.layout is torch.sparse_coo:
+        return values.nbytes + tensor._indices().nbytes
+    if tensor.layout in _COMPRESSED:
+        return values.nbytes + sum(getattr(tensor, name)().nbytes for name in _COMPRESSED[tensor.layout])
+    return tensor.nbytes
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

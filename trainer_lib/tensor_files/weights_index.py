@@ -17,7 +17,7 @@ from trainer_lib.tensor_files.file_contents import Content, Json, PickledTensors
 from trainer_lib.tensor_files.load_tensors import load_tensors
 from trainer_lib.tensor_files.rank_shards import SHARDS_ENDING, read_whole
 from trainer_lib.tensor_files.safetensors import read_shapes, read_tensors
-from trainer_lib.tensor_files.tensor_storage import without_aliases
+from trainer_lib.tensor_files.tensor_storage import bytes_of, without_aliases
 from trainer_lib.tensor_files.weight_names import weights_ending, weights_stem
 
 _INDEX_ENDING = ".index.json"
@@ -154,12 +154,12 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
     for name, first in aliases.items():
         names[first].append(name)
     for first, tensor in kept.items():
-        if shard and filled + tensor.nbytes > limit:
+        if shard and filled + bytes_of(tensor) > limit:
             yield shard
             shard, filled = {}, 0
         # All names of a tensor go into the same shard.
         shard |= {name: tensors[name] for name in names[first]}
-        filled += tensor.nbytes
+        filled += bytes_of(tensor)
     yield shard
 
 
