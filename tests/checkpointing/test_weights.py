@@ -2,6 +2,7 @@
 
 import json
 import logging
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -273,10 +274,10 @@ def test_objects_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_objects_that_could_run_code_are_loaded_on_request_only(tmp_path: Path) -> None:
     path = tmp_path / "object.pt"
-    save(ValueError("x"), path)
+    save(Fraction(1, 2), path)  # exceptions are harmless from torch 2.14 on
     with pytest.raises(CheckpointError, match=r"holds more than tensors and plain values.*weights_only=False"):
         load(path)
-    assert isinstance(load(path, weights_only=False), ValueError)
+    assert load(path, weights_only=False) == Fraction(1, 2)
 
 
 def test_a_save_that_fails_leaves_the_older_file(tmp_path: Path) -> None:
