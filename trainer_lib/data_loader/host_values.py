@@ -28,7 +28,7 @@ def send_remembered(batch: Any, device: Any, non_blocking: bool = False) -> Any:
     moved = send_to_device(batch, device, non_blocking)
     for key, host in integers.items():
         value = moved[key]
-        if type(value) is Tensor and value.shape == host.shape and not value.is_inference():
+        if type(value) is Tensor and not value.is_inference():  # those have no versions
             _host_values[value] = host
     return moved
 
@@ -52,5 +52,5 @@ def _integers_of(batch: Any) -> dict[Any, Tensor]:
     return {
         key: value
         for key, value in values
-        if type(value) is Tensor and value.ndim and value.is_cpu and not value.dtype.is_floating_point
+        if type(value) is Tensor and value.is_cpu and not value.dtype.is_floating_point
     }

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.trainer.losses.test_objectives import Dividing
 from trainer_lib.data_loader import prepare_data_loader
 from trainer_lib.data_loader.host_values import host_value, send_remembered
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import count_valid, summed
 from trainer_lib.trainer.losses.model_io import count_items, count_tokens
+from trainer_lib.trainer.losses.objectives import ModelLoss
+from trainer_lib.trainer.metrics.running_metrics import MeanMetric, named_metric
 
 LABELS = torch.tensor([[-100, 1, 2], [-100, -100, 0]])
 
@@ -32,6 +36,7 @@ def named(index: int) -> dict[str, Tensor]:
 def test_labels_of_tuples_are_counted() -> None:
     batch = prepared(lambda index: (torch.ones(3), LABELS[index]))
     assert batch[1].is_meta
+    assert host_value(batch[0]) is batch[0], "inputs may be large, and nobody counts them"
     assert count_items(batch) == 3.0
     assert count_items(batch, shifted=True) == 3.0
 
@@ -70,6 +75,11 @@ def test_what_was_changed_on_the_device_is_counted_there(change: Callable[[Tenso
     assert count.is_meta
 
 
+def test_what_has_no_versions_is_counted_on_the_device() -> None:
+    with torch.inference_mode():
+        assert isinstance(count_items(prepared(named)), Tensor)
+
+
 def test_a_batch_that_is_gone_is_forgotten() -> None:
     batch = send_remembered([LABELS.clone()], "meta")
     host = weakref.ref(host_value(batch[0]))
@@ -85,3 +95,22 @@ def test_weights_of_classes_need_no_values() -> None:
     _, weight = loss(torch.ones(6, 3, device="meta"), LABELS.flatten().to("meta"))
     assert isinstance(weight, Tensor)
     assert weight.is_meta
+
+
+def test_a_model_gets_the_number_of_items_on_the_device_of_its_batch() -> None:
+    """From the host, it would be copied, and waited for, in each step."""
+    model = Dividing().to("meta")
+    batch = send_remembered({"inputs": torch.ones(3, 6), "labels": torch.tensor([0, -100, 2])}, "meta")
+    result = ModelLoss(model, count_items)(model, batch)
+    assert result.weight == 2.0
+    assert model.given[-1].is_meta
+
+
+def test_an_accuracy_asks_for_no_value_on_the_device() -> None:
+    output = EvaluationOutput(predictions=torch.ones(3, 2, device="meta"), labels=torch.zeros(3, device="meta").long())
+    for kind in ("accuracy", "top2_accuracy"):
+        metric = named_metric(kind, kind)
+        assert isinstance(metric, MeanMetric)
+        hits, count = metric.measured(output)[kind]
+        assert isinstance(hits, Tensor)
+        assert isinstance(count, Tensor)

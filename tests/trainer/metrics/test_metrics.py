@@ -74,7 +74,7 @@ class TestNamed:
         bench = Bench(lambda model, batch: EvaluationOutput(torch.tensor(1e6), 1.0))
         assert bench.evaluate({"": bench.set(dataset(1), ["perplexity"])})["eval_perplexity"] == np.inf
 
-    @pytest.mark.parametrize("layout", ["last", "second", "classes", "tuple"])
+    @pytest.mark.parametrize("layout", ["last", "second", "classes", "padded", "tuple"])
     def test_accuracy_knows_where_the_scores_are(self, layout: str) -> None:
         labels = torch.randint(0, CLASSES, (6, 7))
         labels[:, 3] = -100
@@ -83,7 +83,9 @@ class TestNamed:
 
         def step(model: Any, batch: Any) -> EvaluationOutput:
             logits, labels = batch
-            shapes = {"second": logits.transpose(1, 2), "classes": logits.argmax(2), "tuple": (logits, labels)}
+            classes = logits.argmax(2)
+            padded = classes.masked_fill(labels == -100, -100)  # as labels are
+            shapes = {"second": logits.transpose(1, 2), "classes": classes, "padded": padded, "tuple": (logits, labels)}
             return EvaluationOutput(predictions=shapes.get(layout, logits), labels=labels)
 
         assert measured(lambda: ["accuracy"], step, TensorDataset(tensor, labels), 1)["accuracy"] == pytest.approx(
