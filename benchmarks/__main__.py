@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import imports, machine, plot, report
 from benchmarks.contestants import CONTESTANTS
+from benchmarks.devices import add_device
 from benchmarks.figures import Comparison
 from benchmarks.fresh import compare_fresh
 from benchmarks.imports import compare_imports
@@ -49,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="how often each contestant runs (default: 7)")
     parser.add_argument("--steps", type=int, default=100, help="batches a run; a multiple of 4 (default: 100)")
     every, listed = list(TITLES), ", ".join(TITLES)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    add_device(parser)
     parser.add_argument("--only", nargs="+", choices=every, metavar="NAME", default=main_table, help=listed)
     parser.add_argument("--all", dest="only", action="store_const", const=every, help="with variants and imports")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single run there")

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks import machine
+from benchmarks.devices import add_device, wait_for_gpu
 from trainer_lib import Accelerator
 
 WIDTH = 1024
@@ -34,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--parameters", type=float, default=250e6, help="of the model (default: 250 million)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is done (default: 3)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    add_device(parser)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=arguments.folder))
@@ -122,8 +123,7 @@ def copy(buffers: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     """Copy all tensors into buffers that are there."""
     for name, tensor in tensors.items():
         buffers[name].copy_(tensor, non_blocking=True)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_gpu()
 
 
 def safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -153,8 +153,7 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     """Return how many seconds something takes, and what it returns."""
     began = time.perf_counter()
     result = do()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    wait_for_gpu()
     return time.perf_counter() - began, result
 
 

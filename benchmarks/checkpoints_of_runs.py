@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks import machine
 from benchmarks.checkpoints import WIDTH, copy, forget, new_copy, read, report, timed
+from benchmarks.devices import add_device
 from trainer_lib import FullyShardedDataParallelPlugin, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import run_forked
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="rows of an update (default: 128)")
     parser.add_argument("--processes", type=int, default=1, help="(default: 1)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="ddp", help="of several processes (default: ddp)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    add_device(parser)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=arguments.folder))
@@ -55,7 +56,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> None:
     """Train with saves, resume, and print what they cost rank 0."""
-    new_watch = SaveWatch if arguments.device == "cpu" else SaveWatchOnGpu
+    new_watch = SaveWatchOnCpu if arguments.device == "cpu" else SaveWatchOnGpu
     watch = new_watch()
     args = {"max_steps": arguments.saves * arguments.every + arguments.every // 2, "save_every": arguments.every}
     trainer = trainer_of(arguments, watch, output_dir=folder, keep_last=1, **args)
@@ -83,7 +84,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             report(f"resume from {where}", min(resumed), min(floors), "reading every byte", "at most 1.2")
 
 
-def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch | SaveWatchOnGpu", **options: Any) -> Trainer:
+def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch", **options: Any) -> Trainer:
     """Return a Trainer of linear layers."""
     layers = max(1, round(arguments.parameters / WIDTH**2))
     rows = 16 * arguments.batch
@@ -106,22 +107,39 @@ def trainer_of(arguments: argparse.Namespace, watch: "SaveWatch | SaveWatchOnGpu
 
 
 class SaveWatch(Callback):
-    """Measures how long saves block training, each after a copy of the same tensors, and windows beside them."""
+    """Measures how long saves block training, and windows beside which a checkpoint is written."""
 
     def __init__(self) -> None:
         self.copies: list[float] = []
-        self.blocked: list[float] = []  # in `save_state`, and before the next update
-        self.free: list[float] = []  # windows without a save
-        self.beside: list[float] = []  # windows beside which a checkpoint is copied and written
         self.writes: list[float] = []
         self.loaded_at = 0.0
         self._buffers: dict[str, Tensor] = {}
-        self._began = self._step_began = 0.0
-        self._is_saving = self._was_writing = False
 
     def on_load_end(self, run: Run, folder: Any) -> None:
         del run, folder
         self.loaded_at = time.perf_counter()
+
+    def on_save_end(self, run: Run, folder: Any) -> None:
+        del folder
+        self.writes.append(run.state.save_seconds or 0)
+
+    def print(self, arguments: argparse.Namespace) -> None:
+        """Print what is measured, and where."""
+        size = sum(value.nbytes for value in self._buffers.values())
+        several = f"{arguments.processes} processes ({arguments.strategy})" if arguments.processes > 1 else "1 process"
+        print(f"{machine.describe()}; {several}, {torch.get_num_threads()} threads; {size / 1e9:.2f} GB a rank")
+
+
+class SaveWatchOnCpu(SaveWatch):
+    """Measures on the host, each save after a copy of the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked: list[float] = []  # in `save_state`, and before the next update
+        self.free: list[float] = []  # windows without a save
+        self.beside: list[float] = []  # windows beside which a checkpoint is copied and written
+        self._began = self._step_began = 0.0
+        self._is_saving = self._was_writing = False
 
     def on_save_begin(self, run: Run, folder: Any) -> None:
         del folder
@@ -132,10 +150,6 @@ class SaveWatch(Callback):
             self._buffers = new_copy(tensors)
         self.copies.append(timed(lambda: copy(self._buffers, tensors))[0])
         self._is_saving, self._began = True, time.perf_counter()
-
-    def on_save_end(self, run: Run, folder: Any) -> None:
-        del folder
-        self.writes.append(run.state.save_seconds or 0)
 
     def on_step_begin(self, run: Run) -> None:
         self._step_began = time.perf_counter()
@@ -163,7 +177,7 @@ class SaveWatch(Callback):
 
     def print(self, arguments: argparse.Namespace) -> None:
         """Print what was measured."""
-        print_size(arguments, self._buffers)
+        super().print(arguments)
         copied, free = min(self.copies), statistics.median(self.free)
         print(f"windows of {free:.3f} s, writes of {min(self.writes):.2f} to {max(self.writes):.2f} s")
         report("first save: blocked", self.blocked[0], copied, "copy into the same buffers", "at most 0.3")
@@ -174,30 +188,19 @@ class SaveWatch(Callback):
         print(f"{len(self.beside)} windows beside a write: {beside:.3f} s, {speed:.2f} of the speed (at least 0.97)")
 
 
-class SaveWatchOnGpu(Callback):
+class SaveWatchOnGpu(SaveWatch):
     """Measures windows from the end of an update to the end of the next one, as a GPU computes them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.ends: list[Any] = []  # events of the GPU
         self.saved: list[int] = []  # the windows that begin with a save
         self.beside: list[int] = []  # the windows beside which a checkpoint is written
-        self.writes: list[float] = []
-        self.copies: list[float] = []
-        self.loaded_at = 0.0
-        self._buffers: dict[str, Tensor] = {}
-
-    def on_load_end(self, run: Run, folder: Any) -> None:
-        del run, folder
-        self.loaded_at = time.perf_counter()
 
     def on_save_begin(self, run: Run, folder: Any) -> None:
         del folder
         if run.state.step != run.state.max_steps:
             self.saved.append(len(self.ends) - 1)
-
-    def on_save_end(self, run: Run, folder: Any) -> None:
-        del folder
-        self.writes.append(run.state.save_seconds or 0)
 
     def on_step_begin(self, run: Run) -> None:
         if run.accelerator.is_saving:
@@ -218,7 +221,7 @@ class SaveWatchOnGpu(Callback):
         beside = [number for number in self.beside if number not in self.saved and number < len(windows)]
         free = [value for number, value in enumerate(windows) if number not in (*self.saved, *self.beside)]
         usual, copied = statistics.median(free), min(self.copies)
-        print_size(arguments, self._buffers)
+        super().print(arguments)
         print(f"windows of {usual:.3f} s, writes of {min(self.writes):.2f} to {max(self.writes):.2f} s")
         print(f"the first windows: {', '.join(f'{value:.3f}' for value in windows[:8])} s")
         for number in self.saved:
@@ -229,13 +232,6 @@ class SaveWatchOnGpu(Callback):
             mean = statistics.mean(windows[number] for number in beside)
             speed = statistics.mean(free[1:]) / mean
             print(f"{len(beside)} windows beside a write: {mean:.3f} s, {speed:.2f} of the speed (at least 0.97)")
-
-
-def print_size(arguments: argparse.Namespace, buffers: dict[str, Tensor]) -> None:
-    """Print what is measured, and where."""
-    size = sum(value.nbytes for value in buffers.values())
-    several = f"{arguments.processes} processes ({arguments.strategy})" if arguments.processes > 1 else "1 process"
-    print(f"{machine.describe()}; {several}, {torch.get_num_threads()} threads; {size / 1e9:.2f} GB a rank")
 
 
 def _saved_tensors(run: Run) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks import machine
 from benchmarks.contestants.bare import parts_by_hand
 from benchmarks.contestants.trainer_lib import forget_state
+from benchmarks.devices import add_device, wait_for_gpu
 from benchmarks.figures import Sample
 from benchmarks.fresh import measure_fresh
 from benchmarks.isolation import isolated
@@ -42,7 +43,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="how often each loop runs (default: 5)")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run (default: 60)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    add_device(parser)
     parser.add_argument("--mode", default="default", help="of torch.compile (default: default)")
     parser.add_argument("--blocks", type=int, default=DEEP, help=f"of the deep model (default: {DEEP})")
     arguments = parser.parse_args()
@@ -185,17 +186,13 @@ class _Clock(Callback):
 
     def start(self) -> None:
         """Begin to measure."""
-        self._wait()
+        wait_for_gpu()
         self.wall, self.cpu = time.perf_counter(), _cpu()
 
     def stop(self) -> None:
         """End measuring."""
-        self._wait()
+        wait_for_gpu()
         self.wall, self.cpu = time.perf_counter() - self.wall, _cpu() - self.cpu
-
-    def _wait(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
 
     def sample(self, task: Task, norm: float) -> Sample:
         """Return the seconds of a step, once it is sure that all loops came to the same weights."""

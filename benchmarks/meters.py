@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.devices import wait_for_gpu
+
 
 class Meter:
     """A context around the loop alone, so that set-up and the collection of its garbage stay outside.
@@ -47,18 +49,18 @@ class Stopwatch(Meter):
     def start(self) -> None:
         """Begin to measure."""
         super().start()
+        wait_for_gpu()
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def stop(self) -> None:
         """End measuring."""
         self.cpu = time.process_time() - self.cpu
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            self.memory = torch.cuda.max_memory_allocated()
+        wait_for_gpu()
         self.wall = time.perf_counter() - self.wall
+        if torch.cuda.is_initialized():
+            self.memory = torch.cuda.max_memory_allocated()
         super().stop()
 
 
