@@ -140,3 +140,4 @@ def test_a_worker_that_is_killed_while_it_sends_ends_the_pass(in_thread: bool) -
         read()
     assert len(errors) == 1
     assert in_thread or "DataLoader worker" in str(errors[0])
+    assert any(note.startswith("Worker ") and "SIGKILL" in note for note in errors[0].__notes__), repr(errors[0])

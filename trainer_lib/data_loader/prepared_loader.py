@@ -289,7 +289,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         """Add notes to an error about workers that died and what they had to read; return whether any died."""
         started = self._reader.read_by
         iterator = iterator_in(error) if started is None else started
-        dead = dead_workers(iterator, self._samples_ahead, self._reader.read_ahead)
+        is_cut_off = isinstance(error, (EOFError, ConnectionError))
+        dead = dead_workers(iterator, self._samples_ahead, self._reader.read_ahead, is_cut_off)
         for note in dead:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)

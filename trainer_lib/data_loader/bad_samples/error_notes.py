@@ -2,11 +2,12 @@
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from traceback import walk_tb
 from typing import Any
 
 _SHOWN = 32
+_UNTIL_IT_ENDED = 1.0  # seconds that a worker may take to end once its connection broke off
 _FROM_WORKER = r"in DataLoader worker process (\d+)\."
 _NOTE = r"(?m)^In (?:sample |one of the samples |the batch of samples ).*$"
 
@@ -36,16 +37,19 @@ def add_notes(error: Exception, samples_ahead: SamplesAhead, iterator: Any, wait
         error.add_note(note)
 
 
-def dead_workers(iterator: Any, samples_ahead: SamplesAhead, waiting: int) -> list[str]:
+def dead_workers(iterator: Any, samples_ahead: SamplesAhead, waiting: int, is_cut_off: bool = False) -> list[str]:
     """Return a sentence for each worker of torch's iterator that died: how it ended, and what it had to read.
 
     Args:
         iterator: The iterator of a loader; without workers, the list is empty.
         samples_ahead: Returns the samples of the batch that is so many batches after the current one.
         waiting: How many batches the workers have delivered that were not handed out yet, once there were any.
+        is_cut_off: Whether a connection to a worker broke off: its process may end a moment later.
     """
     sentences: list[str] = []
     workers, tasks = getattr(iterator, "_workers", ()), getattr(iterator, "_task_info", {})
+    if workers and is_cut_off:
+        _wait_for_an_end(workers)
     arrived: int = getattr(iterator, "_rcvd_idx", 0)
     for number, worker in enumerate(workers):
         if not worker.exitcode:  # it is alive, or has finished
@@ -76,6 +80,15 @@ def named(samples: list[Any]) -> str:
     """
     more = ", …" if len(samples) > _SHOWN else ""
     return f"samples {', '.join(repr(sample) for sample in samples[:_SHOWN])}{more}"
+
+
+def _wait_for_an_end(workers: Sequence[Any]) -> None:
+    from multiprocessing import connection  # which a pass without errors can do without
+
+    ended = connection.wait([worker.sentinel for worker in workers], _UNTIL_IT_ENDED)
+    for worker in workers:
+        if worker.sentinel in ended:
+            worker.join(_UNTIL_IT_ENDED)  # its exit code is there a moment after its files are closed
 
 
 def _ended(code: int) -> str:
