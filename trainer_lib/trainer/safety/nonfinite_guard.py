@@ -273,7 +273,7 @@ class NonFiniteGuard:
 
 def one_if_not_finite(norm: Tensor) -> Tensor:
     """Return the flag by which fused optimizers skip an update: 1 or 0, in a third of the kernels of `isfinite`."""
-    return torch.nan_to_num(norm.float() * 0.0, nan=1.0)
+    return torch.nan_to_num(norm * 0.0, nan=1.0).float()  # in the norm's own type: of double, 1e300 is finite
 
 
 def _usual(losses: Iterable[float]) -> tuple[float, float]:
