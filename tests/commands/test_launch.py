@@ -21,6 +21,7 @@ import torch
 from trainer_lib.commands.main import main
 from trainer_lib.launchers import gpu_selection
 from trainer_lib.processes.nvidia_driver import Gpu
+from trainer_lib.processes.ports import free_port
 
 pytestmark = pytest.mark.launch
 
@@ -54,6 +55,12 @@ def script(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture(params=["local", "agent"])
+def way(request: pytest.FixtureRequest) -> list[str]:
+    """Return options of a launch on this machine alone, and of one under torch's agent."""
+    return [] if request.param == "local" else ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
 
 
 @pytest.fixture
@@ -120,7 +127,7 @@ def _become_a_launch(pipes: list[tuple[int, int]], arguments: tuple[str, ...]) -
         os._exit(code)
 
 
-def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: Any) -> None:
+def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: Any, way: list[str]) -> None:
     path = script(TELL)
     arguments = [
         "a b",
@@ -135,7 +142,7 @@ def test_arguments_of_the_script_arrive_as_they_were_given(launch: Any, script: 
         "-m",
         "*",
     ]
-    ended = launch("--cpu", "--num-processes=2", path, *arguments)
+    ended = launch("--cpu", "--num-processes=2", *way, path, *arguments)
     assert ended.code == 0
     assert [argv for argv, _ in ended.reports] == [[path, *arguments]] * 2
 
@@ -220,9 +227,10 @@ def test_processes_form_a_world(launch: Any, script: Any) -> None:
 
 
 def test_failure_of_one_process_ends_all_and_is_told_last(
-    launch: Any, script: Any, monkeypatch: pytest.MonkeyPatch
+    launch: Any, script: Any, way: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_lib.launchers.elastic._GRACE_AFTER_DEATH", 1)  # second, then SIGKILL
+    for module in ("elastic", "local.local_processes"):
+        monkeypatch.setattr(f"trainer_lib.launchers.{module}.GRACE_AFTER_DEATH", 1)  # second, then SIGKILL
     path = script(
         "import os, signal, sys",
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one blocked in a collective",
@@ -230,7 +238,7 @@ def test_failure_of_one_process_ends_all_and_is_told_last(
         "def train(): raise ValueError('only here')",
         "train()",
     )
-    ended = launch("--num_processes", "2", path)
+    ended = launch("--num_processes", "2", *way, path)
     assert ended.code == 1
     report = ended.err[ended.err.index("trainer-lib launch: ") :]
     assert report.startswith("trainer-lib launch: Process 1 of 2 failed with exit code 1.\nValueError: only here\n")
@@ -317,7 +325,7 @@ def test_quiet_leaves_the_report_to_the_script(launch: Any, script: Any) -> None
 
 
 @pytest.mark.slow
-def test_restart_after_the_world_has_formed_ends_well(launch: Any, script: Any) -> None:
+def test_restart_after_the_world_has_formed_ends_well(launch: Any, script: Any, way: list[str]) -> None:
     path = script(
         "import os, torch",
         JOIN,
@@ -325,7 +333,7 @@ def test_restart_after_the_world_has_formed_ends_well(launch: Any, script: Any) 
         "if attempt == '0' and state.is_last_process: raise ValueError('the first time')",
         "print(attempt, state.group.all_reduce(torch.ones(1)).item())",
     )
-    ended = launch("--num_processes", "2", "--max_restarts", "1", path)
+    ended = launch("--num_processes", "2", "--max_restarts", "1", *way, path)
     assert (ended.code, ended.out) == (0, "1 2.0\n" * 2), ended.err
     assert "Process 1 of 2 failed" in ended.err
     assert "Starting all processes again (restart 1 of 1).\n" in ended.err
@@ -422,8 +430,10 @@ ENDS_IN_ITS_OWN_WAY = (
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_reaches_the_processes_which_may_end_in_their_own_way(script: Any, number: signal.Signals) -> None:
-    with forked("--num_processes", "2", script(*ENDS_IN_ITS_OWN_WAY)) as running:
+def test_signal_reaches_the_processes_which_may_end_in_their_own_way(
+    script: Any, way: list[str], number: signal.Signals
+) -> None:
+    with forked("--num_processes", "2", *way, script(*ENDS_IN_ITS_OWN_WAY)) as running:
         assert [running.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         for _ in range(2):  # as `timeout` does, to a process and to its group
             os.kill(running.pid, number)

@@ -52,8 +52,6 @@ def test_commands_that_look_and_all_help_import_nothing_heavy(tmp_path: Path) ->
         assert text in printed, command
 
 
-# torch imports these where they are needed.
-SLOW_PARTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor")
 LAUNCH = """
 import json, sys
 from trainer_lib.commands.main import main
@@ -65,11 +63,10 @@ print(json.dumps(sorted(sys.modules)))
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_launch_imports_torchs_launcher_and_little_else() -> None:
+def test_a_launch_on_the_cpu_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, check=True, timeout=120)
     imported = set(json.loads(done.stdout))
-    assert "torch.distributed.elastic" in imported
-    assert imported.isdisjoint({*HEAVY, *SLOW_PARTS} - {"torch", "numpy", "http", "asyncio"})
+    assert imported.isdisjoint(HEAVY)
     assert imported.isdisjoint({"trainer_lib.trainer", "trainer_lib.accelerator", "trainer_lib.strategies"})
 
 

@@ -28,6 +28,7 @@ from trainer_lib.checkpointing.format.layout import is_committed
 from trainer_lib.checkpointing.save.writer import CheckpointWriter
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
+from trainer_lib.processes.ports import free_port
 from trainer_lib.trainer.safety import deadline
 
 PATIENCE = 5.0  # seconds that a step, a save and the end may take on a busy machine
@@ -536,12 +537,16 @@ trainer(arguments(output_dir=sys.argv[1], max_steps=100_000, save_every="1 hour"
 
 @pytest.mark.slow
 @pytest.mark.launch
-@pytest.mark.parametrize(("who", "which"), [("launcher", signal.SIGTERM), ("rank", signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("who", "which", "by_agent"),
+    [("launcher", signal.SIGTERM, False), ("rank", signal.SIGUSR1, False), ("rank", signal.SIGUSR1, True)],
+)
 def test_under_the_launcher_the_exit_code_tells_and_nothing_is_started_again(
-    tmp_path: Path, who: str, which: signal.Signals
+    tmp_path: Path, who: str, which: signal.Signals, by_agent: bool
 ) -> None:
     words = (str(tmp_path / "runs"), who, which.name)
-    ended = run_launched(SCRIPT, tmp_path, *words, options=["--max_restarts", "2"], timeout=90)
+    options = ["--max_restarts", "2"] + ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"] * by_agent
+    ended = run_launched(SCRIPT, tmp_path, *words, options=options, timeout=90)
     assert ended.returncode == 128 + which, ended.stderr
     assert ended.stderr.endswith(f"trainer-lib launch: Ended by {which.name}, and all processes with it.\n")
     assert f"{which.name}: the run ends at step" in ended.stderr

@@ -360,6 +360,11 @@ def with_defaults(variables: Mapping[str, str]) -> dict[str, str]:
     return {**variables, **os.environ}
 
 
+def with_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of this process for a child process, with `variables` in it."""
+    return {**os.environ, **variables}
+
+
 @contextmanager
 def patch_environment(**kwargs: Any) -> Generator[None]:
     """Set variables (names are upper-cased) for the length of a `with` block.

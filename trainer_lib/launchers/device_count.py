@@ -3,19 +3,25 @@
 import os
 from typing import Any
 
-import torch
-
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.device_types import is_shared, types_with_visible_devices, visible_devices_variable
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.torch_build import has_no_accelerators
 from trainer_lib.options.enums import DistributedType
+
+# A launcher for the CPU does without torch, so functions import it where it is needed.
 
 
 def count_accelerators() -> int:
     """Return how many accelerators processes can train on; 0 if the CPU was requested."""
-    kind = _kind()
+    kind = None if environment.cpu_requested() else _kind()
+    if kind is None:
+        return 0
+    import torch
+
+    from trainer_lib.foundation.device_types import is_shared
+
     # All processes share Apple's single GPU, so several processes train on the CPU.
-    return 0 if environment.cpu_requested() or kind is None or is_shared(kind) else torch.accelerator.device_count()
+    return 0 if is_shared(kind) else torch.accelerator.device_count()
 
 
 def check_enough(num_processes: int, accelerators: int) -> None:
@@ -35,6 +41,8 @@ def visible_devices(ids: str) -> dict[str, str]:
     kind = _kind()
     if kind is None:
         raise ConfigurationError(f"--gpu_ids {ids} was given, and this machine has no accelerator. Leave it out.")
+    from trainer_lib.foundation.device_types import types_with_visible_devices, visible_devices_variable
+
     variable = visible_devices_variable(kind)
     if variable is None:
         known = ", ".join(types_with_visible_devices())
@@ -60,6 +68,8 @@ def forks_are_poisoned() -> bool:
 
     Only a fork can tell: checking for a device may already initialize it.
     """
+    import torch
+
     kind = _kind()
     is_poisoned: Any = kind and getattr(torch.get_device_module(kind), "_is_in_bad_fork", None)
     if not is_poisoned:
@@ -71,5 +81,9 @@ def forks_are_poisoned() -> bool:
 
 
 def _kind() -> str | None:
+    if has_no_accelerators():
+        return None
+    import torch
+
     device = torch.accelerator.current_accelerator()
     return None if device is None or torch.accelerator.device_count() == 0 else device.type

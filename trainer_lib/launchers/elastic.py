@@ -1,7 +1,6 @@
 """Runs a program or a function under torch's elastic agent: starts, monitors, restarts and ends its processes."""
 
 import contextlib
-import json
 import logging
 import signal
 import sys
@@ -24,19 +23,20 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers.launch_plan import Plan
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
-from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
+from trainer_lib.launchers.process_failures import (
+    GRACE_AFTER_DEATH,
+    Failure,
+    ProcessFailedError,
+    failed,
+    failure_of,
+)
 from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile, agree_on_round
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
-
-# After a death the other processes cannot continue, and may wait for the dead one in an uninterruptible collective.
-_GRACE_AFTER_DEATH = 3
+from trainer_lib.processes.signal_inbox import FORWARDED, restored_handlers
 
 _ROUNDS = ("c10d", "etcd-v2")  # backends by which machines meet again and again
 _POLL = 0.05  # seconds between two checks for processes that still save
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
-_SIGNALS = tuple(
-    name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)
 
 
 def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan) -> list[Any]:
@@ -141,7 +141,7 @@ class _Agent(_TorchAgent):
         assert context is not None
         close = context.close
 
-        def close_soon(death_sig: signal.Signals | None = None, timeout: int = _GRACE_AFTER_DEATH) -> None:
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = GRACE_AFTER_DEATH) -> None:
             # Processes that are dead by now failed by themselves; the rest are ended here.
             self._died |= set(getattr(context, "_failures", ()))
             if death_sig is None and self._are_ending(context):
@@ -178,16 +178,10 @@ class _Agent(_TorchAgent):
         for worker in worker_group.workers:
             failure = result.failures.get(worker.global_rank)
             record = Path(context.error_files[worker.local_rank])
-            has_record = record.is_file()
-            if has_record or worker.local_rank in self._died or (failure is not None and len(result.failures) == 1):
-                yield Failure(
-                    rank=worker.global_rank,
-                    # The launcher may have killed a process that had recorded its error but not ended yet.
-                    exit_code=1 if failure is None or (has_record and failure.exitcode < 0) else failure.exitcode,
-                    traceback=_traceback(record) if has_record else None,
-                    when=record.stat().st_mtime_ns if has_record else 0,
-                    log=context.stderrs[worker.local_rank] or None,
-                )
+            is_alone = failure is not None and len(result.failures) == 1
+            if record.is_file() or worker.local_rank in self._died or is_alone:
+                log = context.stderrs[worker.local_rank] or None
+                yield failure_of(worker.global_rank, failure and failure.exitcode, record, log)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         used = self._plan.max_restarts - self._remaining_restarts
@@ -224,14 +218,9 @@ def _ignore_repeated_signals() -> None:
             raise SignalException(f"{signal.Signals(number).name} again", signal.Signals(number))
 
     if threading.current_thread() is threading.main_thread():
-        for number in (getattr(signal, name) for name in _SIGNALS):
+        for number in (getattr(signal, name) for name in FORWARDED):
             if callable(signal.getsignal(number)):
                 signal.signal(number, ignore_at_first)
-
-
-def _traceback(record: Path) -> str:
-    message = json.loads(record.read_text())["message"]
-    return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
 
 
 def _streams(tee: str) -> Any:
@@ -289,8 +278,6 @@ def _not_met(plan: Plan, error: Exception) -> WorldError:
 @contextlib.contextmanager
 def _log_folder(plan: Plan) -> Generator[str]:
     if plan.log_dir is not None:
-        if Path(plan.log_dir).is_file():
-            raise ConfigurationError(f"log_dir must be a folder, and {plan.log_dir} is a file.")
         yield plan.log_dir
     elif plan.tee != "0":
         yield tempfile.mkdtemp(prefix="trainer_lib_")  # requested logs are kept
@@ -316,17 +303,12 @@ def _torch_is_quiet(verbose: bool) -> Generator[None]:
 @contextlib.contextmanager
 def _signals_are_passed_on() -> Generator[None]:
     """Let the agent forward signals, except ignored ones, and restore the handlers afterwards."""
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in _SIGNALS}
-    heeded = ",".join(name for name, handler in handlers.items() if handler is not signal.SIG_IGN)
-    try:
-        with environment.patch_environment(torchelastic_signals_to_handle=heeded):
-            yield
-    except SignalException as stop:
-        if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(128 + stop.sigval) from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for name, handler in handlers.items():
-                if handler is not None:  # None: a handler from C code, which Python cannot restore
-                    signal.signal(getattr(signal, name), handler)
+    with restored_handlers() as handlers:
+        heeded = ",".join(name for name, handler in handlers.items() if handler is not signal.SIG_IGN)
+        try:
+            with environment.patch_environment(torchelastic_signals_to_handle=heeded):
+                yield
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stop.sigval) from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
@@ -76,6 +77,8 @@ class Plan:
             )
         if not 0 <= self.main_process_port < 65536:
             raise ConfigurationError(f"main_process_port must be from 0 to 65535 (got {self.main_process_port}).")
+        if self.log_dir is not None and Path(self.log_dir).is_file():
+            raise ConfigurationError(f"log_dir must be a folder, and {self.log_dir} is a file.")
         if self.rdzv_backend not in _BACKENDS:
             raise ConfigurationError(unknown("rdzv_backend", self.rdzv_backend, _BACKENDS))
 

@@ -1,12 +1,18 @@
 """Errors for failed processes: which failed first, and how."""
 
 import itertools
+import json
 import signal
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 
 from trainer_lib.foundation.errors import WorldError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+
+# Seconds. After a death the other processes cannot continue, and may wait for the dead one in an uninterruptible
+# collective.
+GRACE_AFTER_DEATH = 3
 
 _LINE = 160  # characters of an error that followed another one
 
@@ -66,6 +72,26 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
+def failure_of(rank: int, exit_code: int | None, record: Path, log: str | None = None) -> Failure:
+    """Return the failure of a process that failed by itself, or that left a record of an error.
+
+    Args:
+        rank: Its rank in the world.
+        exit_code: Its exit code when the launcher ended the processes; `None` if it ran then.
+        record: The file of its error, which it may not have written.
+        log: The file of its output, if there is one.
+    """
+    has_record = record.is_file()
+    return Failure(
+        rank=rank,
+        # The launcher may have killed a process that had recorded its error but not ended yet.
+        exit_code=1 if exit_code is None or (has_record and exit_code < 0) else exit_code,
+        traceback=_traceback(record) if has_record else None,
+        when=record.stat().st_mtime_ns if has_record else 0,
+        log=log,
+    )
+
+
 def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool = False) -> ProcessFailedError:
     """Return the error for failed processes, which ends with the traceback of the first failure.
 
@@ -86,6 +112,11 @@ def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool 
         parts.append(_error_of(first.traceback) if is_printed and is_alone else first.traceback.rstrip())
     worst = max(failure.shell_code for failure in (first, *others))
     return ProcessFailedError("\n".join(parts), first.rank, worst)
+
+
+def _traceback(record: Path) -> str:
+    message = json.loads(record.read_text())["message"]
+    return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
 
 
 def _error_of(traceback: str) -> str:

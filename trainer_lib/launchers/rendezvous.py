@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import WorldError
 from trainer_lib.launchers.launch_plan import LOCALHOST
+from trainer_lib.launchers.local.local_store import port_is_taken
 from trainer_lib.processes.ports import free_port, is_port_in_use
 
 
@@ -81,7 +81,7 @@ class MeetInFile(_OneMachine):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return a store, with rank 0 of 1 machine."""
         if self._port and is_port_in_use(self._port):
-            raise _port_is_taken(self._port)
+            raise port_is_taken(self._port)
         environment.set_variables({"TRAINER_LIB_STORE_FILE": str(self._folder / f"store_{self._attempts}")})
         self._attempts += 1
         # The port is for functions that form another group.
@@ -129,8 +129,4 @@ def _serve(port: int) -> dist.TCPStore:
     try:
         return dist.TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False)
     except dist.DistNetworkError as error:
-        raise _port_is_taken(port) from error
-
-
-def _port_is_taken(port: int) -> WorldError:
-    return WorldError(f"Port {port} is in use by another program. Use another port, or leave it out to use a free one.")
+        raise port_is_taken(port) from error

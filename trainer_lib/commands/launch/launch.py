@@ -113,11 +113,17 @@ def _start_by_mpi(values: LaunchValues, plan: Plan, script: Sequence[str], varia
 
 
 def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
-    from trainer_lib.launchers.elastic import run_elastic
     from trainer_lib.launchers.process_failures import ProcessFailedError, signal_name
 
     try:
-        run_elastic(program[0], program[1:], plan)
+        if plan.is_local and plan.tee == "0":
+            from trainer_lib.launchers.local.local_processes import run_local
+
+            run_local(program, plan)
+        else:
+            from trainer_lib.launchers.elastic import run_elastic
+
+            run_elastic(program[0], program[1:], plan)
     except ProcessFailedError as error:
         if not quiet:
             _say(str(error))

@@ -1,0 +1,280 @@
+"""A launch on one machine by a launcher without torch: its store is served by a process of its own."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.launched import PYTHON_PATH, run_launched
+from trainer_lib.commands.main import main
+from trainer_lib.launchers.elastic import run_elastic
+from trainer_lib.launchers.launch_plan import Plan
+from trainer_lib.launchers.local import store_server
+from trainer_lib.launchers.local.local_processes import run_local
+
+pytestmark = pytest.mark.launch
+
+COMMAND = [sys.executable, "-m", "trainer_lib.commands.main", "launch", "--cpu"]
+
+# What a rank sees of its launcher and of the launcher's other children.
+LOOK = """
+import os
+from pathlib import Path
+
+def maps(process): return Path(f"/proc/{process}/maps").read_text()
+
+def children(process): return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+def words(process): return Path(f"/proc/{process}/cmdline").read_text().split(chr(0))
+
+launcher = os.getppid()
+[server] = [child for child in children(launcher) if "store_server.py" in " ".join(words(child))]
+"""
+JOIN = """
+import torch
+from trainer_lib import PartialState
+
+state = PartialState()
+total = state.group.all_reduce(torch.tensor([1.0 + state.process_index])).item()
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_without_torch_starts_ranks_that_form_a_world(tmp_path: Path) -> None:
+    script = (
+        LOOK
+        + JOIN
+        + 'print(total, "libtorch" in maps(launcher), "libtorch" in maps(server), "--whole-torch" in words(server))'
+    )
+    done = run_launched(script, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "3.0 False True False\n" * 2), done.stderr
+
+
+@pytest.mark.slow
+def test_the_store_of_a_single_process_is_served_once_it_connects(tmp_path: Path) -> None:
+    script = (
+        LOOK
+        + """
+print("libtorch" in maps(server))
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+print("libtorch" in maps(server), dist.get_world_size())
+dist.destroy_process_group()
+"""
+    )
+    done = run_launched(script, tmp_path, num_processes=1)
+    assert (done.returncode, done.stdout) == (0, "False\nTrue 1\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_processes_meet_in_a_world_again_after_a_restart(tmp_path: Path) -> None:
+    script = (
+        JOIN
+        + """
+import os
+
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if attempt == "0" and state.is_last_process:
+    raise ValueError("the first time")
+state.wait_for_everyone()
+print(attempt, total)
+"""
+    )
+    done = run_launched(script, tmp_path, options=["--max_restarts", "1"])
+    assert (done.returncode, done.stdout) == (0, "1 3.0\n" * 2), done.stderr
+    assert "Process 1 of 2 failed with exit code 1.\n" in done.stderr
+    assert "Starting all processes again (restart 1 of 1).\n" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_store_outlives_a_ctrl_c_that_the_processes_wait_out(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        JOIN
+        + """
+import signal
+import torch.distributed as dist
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+print("ready", flush=True)
+signal.sigwait([signal.SIGINT])
+group = dist.new_group([0, 1])  # which takes the store
+dist.barrier(group)
+print("saved", flush=True)
+"""
+    )
+    with subprocess.Popen(
+        [*COMMAND, "--num_processes", "2", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=paths(),
+        start_new_session=True,
+    ) as launch:
+        assert launch.stdout is not None
+        assert launch.stderr is not None
+        assert [launch.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        os.killpg(launch.pid, signal.SIGINT)  # as a terminal does
+        out, err = launch.communicate(timeout=60)
+    assert (launch.returncode, out) == (130, "saved\n" * 2), err
+
+
+@pytest.mark.slow
+def test_the_server_imports_all_of_torch_if_its_compiled_part_does_not_load(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._C" and "--whole-torch" not in sys.orig_argv:
+            raise ImportError("no such library")
+
+sys.meta_path.insert(0, Refuse())
+"""
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server = subprocess.Popen(
+            [sys.executable, store_server.__file__, str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+    with server:
+        assert server.stdin is not None
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store.set("name", "value")
+        assert store.get("name") == b"value"
+        assert "--whole-torch" in Path(f"/proc/{server.pid}/cmdline").read_text()
+        server.stdin.close()  # as the end of the launcher does
+        assert server.wait(30) == 0
+
+
+def test_processes_are_told_what_torchs_agent_tells_them(tmp_path: Path) -> None:
+    program = "import json, os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(json.dumps(dict(os.environ)))"
+    plan = Plan(num_processes=2, max_restarts=3, rdzv_id="a-run", role="trainer")
+    folder = tmp_path / "$HOME ${local_rank}"
+    folder.mkdir()
+    for name, run in (("local", lambda words: run_local(words, plan)), ("agent", lambda words: by_agent(words, plan))):
+        run([sys.executable, "-c", program, str(folder / name)])
+    for rank in range(2):
+        local, agent = (json.loads((folder / f"{name}{rank}").read_text()) for name in ("local", "agent"))
+        assert not agent.keys() - local.keys() - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+        different = {name for name in local if local[name] != agent.get(name)}
+        assert different <= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
+        assert local["RANK"] == local["LOCAL_RANK"] == str(rank)
+
+
+def by_agent(words: list[str], plan: Plan) -> None:
+    """Run a program under torch's agent."""
+    run_elastic(words[0], words[1:], plan)
+
+
+FAILS_AND_HANGS = """
+import os, signal, sys
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a process that waits in a collective
+Path(sys.argv[1], os.environ["RANK"]).touch()
+if os.environ["RANK"] == "0":
+    while True:
+        signal.pause()
+while not Path(sys.argv[1], "0").exists():
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_after_a_failure_is_not_answered_by_a_restart(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_AND_HANGS + "os._exit(5)")
+    command = [*COMMAND, "--num_processes", "2", "--max_restarts", "1", str(script), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=paths()) as launch:
+        await_files(tmp_path, 2)
+        time.sleep(0.5)  # the launcher gives rank 0 three seconds to end
+        launch.terminate()
+        _, err = launch.communicate(timeout=30)
+    assert launch.returncode == 128 + signal.SIGTERM
+    assert "Starting all processes again" not in err
+    assert "Ended by SIGTERM" in err
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_processes_that_ignore_the_first(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_AND_HANGS + "while True: signal.pause()")
+    command = [*COMMAND, "--num_processes", "2", "--shutdown_timeout", "600", str(script), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=paths()) as launch:
+        await_files(tmp_path, 2)
+        launch.terminate()
+        time.sleep(0.2)
+        launch.terminate()  # the same request once more
+        time.sleep(1.5)
+        assert launch.poll() is None
+        launch.terminate()
+        assert launch.wait(30) == 128 + signal.SIGTERM
+
+
+def await_files(folder: Path, number: int) -> None:
+    """Wait until the ranks have written their files."""
+    ends = time.monotonic() + 60
+    while len([path for path in folder.iterdir() if path.name.isdigit()]) < number:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def paths() -> Mapping[str, str]:
+    """Return the environment of interpreters that are to find the library."""
+    return {**os.environ, "PYTHONPATH": PYTHON_PATH}
+
+
+ASK = "from trainer_lib.foundation.torch_build import has_no_accelerators; print(has_no_accelerators())"
+
+
+@pytest.mark.parametrize(
+    ("build", "backend", "has_none"),
+    [
+        ({"cuda": None, "hip": None, "xpu": None}, False, True),
+        ({"cuda": "13.0", "hip": None, "xpu": None}, False, False),
+        ({"cuda": None, "hip": "7.0", "xpu": None}, False, False),
+        ({"cuda": None, "hip": None, "xpu": None}, True, False),  # such as torch_npu
+        ({}, False, False),
+    ],
+)
+def test_accelerators_of_a_torch_that_is_not_imported(
+    tmp_path: Path, build: Mapping[str, str | None], backend: bool, has_none: bool
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "version.py").write_text("".join(f"{name} = {value!r}\n" for name, value in build.items()))
+    if backend:
+        described = tmp_path / "torch_npu-1.0.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 1.0\n")
+        (described / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    elif importlib.metadata.entry_points(group="torch.backends"):
+        pytest.skip("another backend of torch is installed here")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), PYTHON_PATH])}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == f"{has_none}\n", done.stderr
+
+
+def test_a_log_folder_that_is_a_file_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").touch()
+    (tmp_path / "script.py").touch()
+    assert main(["launch", "--cpu", "--log_dir", str(tmp_path / "logs"), str(tmp_path / "script.py")]) != 0
+    assert "log_dir must be a folder" in capfd.readouterr().err
