@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -246,7 +247,7 @@ ASK = "from trainer_lib.foundation.torch_build import has_no_accelerators; print
     ("build", "backend", "has_none"),
     [
         ({"cuda": None, "hip": None, "xpu": None}, False, True),
-        ({"cuda": "13.0", "hip": None, "xpu": None}, False, False),
+        ({"cuda": "13.0", "hip": None, "xpu": None}, False, find_library("cuda") is None),
         ({"cuda": None, "hip": "7.0", "xpu": None}, False, False),
         ({"cuda": None, "hip": None, "xpu": None}, True, False),  # such as torch_npu
         ({}, False, False),

@@ -1,11 +1,14 @@
 """The accelerators that the installed torch was built for, read without importing it."""
 
+import ctypes
 import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
-_BUILDS = ("cuda", "hip", "xpu")  # what torch/version.py says
+_CUDA = "cuda"
+_BUILDS = (_CUDA, "hip", "xpu")  # what torch/version.py says
+_DRIVER_OF_CUDA = "libcuda.so.1"
 
 
 def has_no_accelerators() -> bool:
@@ -21,7 +24,16 @@ def has_no_accelerators() -> bool:
     if torch is None or torch.origin is None:
         return False
     build = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
-    return not any(build.get(name, True) for name in _BUILDS) and not _has_backends()
+    kinds = [name for name in _BUILDS if build.get(name, True)]
+    return (kinds == [] or (kinds == [_CUDA] and not _has_driver())) and not _has_backends()
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL(_DRIVER_OF_CUDA)
+    except OSError:
+        return False
+    return True
 
 
 def _has_backends() -> bool:
