@@ -228,7 +228,8 @@ def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> Eval
     labels = targets_of(batch, trainer.args.label_names)
     loss = trainer.parts.loss
     if loss.is_overridden:
-        value = trainer.compute_loss(model, batch)
+        with trainer.parts.means.left_out():  # what it logs are means over training batches
+            value = trainer.compute_loss(model, batch)
     else:
         outputs, value = loss.evaluate(model, batch)
         if value is None:  # nothing to compare with
@@ -246,7 +247,8 @@ def _generated(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationO
     bare = trainer.accelerator.unwrap_model(model)
 
     def loss_of(_: Any, named: Any) -> tuple[Tensor, Weight]:
-        result = trainer.parts.loss.as_result(trainer.compute_loss(model, named), named)
+        with trainer.parts.means.left_out():
+            result = trainer.parts.loss.as_result(trainer.compute_loss(model, named), named)
         return result.loss, 0.0 if result.weight is None else result.weight
 
     return generate_step(

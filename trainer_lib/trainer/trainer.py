@@ -265,6 +265,7 @@ class Trainer(ToolMethods, PublishMethods):
         """Log a value: the next log shows its weighted mean over batches, steps and ranks.
 
         Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
+        What `compute_loss` logs while it evaluates or predicts does not count.
         """
         if name == "loss" and not self.parts.loss.has_own_step:
             raise ConfigurationError(

@@ -205,6 +205,28 @@ def test_what_is_logged_is_averaged_over_batches_steps_and_processes(processes: 
         assert entry["rows"] == pytest.approx(37 / 5)
 
 
+class LogsInputs(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        self.log("input", batch[0].mean())
+        return super().compute_loss(model, batch)
+
+
+def test_what_a_loss_logs_in_an_evaluation_is_not_averaged_with_training() -> None:
+    inputs, targets = torch.ones(40, 4), torch.zeros(40, dtype=torch.long)
+    trainer = LogsInputs(
+        nn.Linear(4, 2),
+        arguments(num_train_epochs=1, log_every="2 steps", eval_every="1 step"),
+        train_dataset=(inputs, targets),
+        eval_dataset=(inputs * 1000, targets),
+        loss_fn=torch.nn.functional.cross_entropy,
+    )
+    logs = [entry for entry in trainer.fit().history if "eval_loss" not in entry]
+    assert [entry["input"] for entry in logs] == [1.0] * len(logs)
+    assert all("loss" in entry for entry in logs)  # no log of an evaluation's values alone follows the last step
+    trainer.predict((inputs * 1000, targets))
+    assert not trainer.parts.means.collect()
+
+
 def test_intervals_of_epochs_and_samples() -> None:
     recorder = Recorder("on_log")
     trainer(arguments(log_every="0.4 epochs"), callbacks=[recorder]).fit()

@@ -1,6 +1,7 @@
 """Weighted means of logged values, over micro-batches, steps and ranks, until the next log."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,6 +91,15 @@ class RunningMeans:
     def go_back(self, mark: tuple[dict[str, float | Tensor], dict[str, Weight]]) -> None:
         """Forget what was added since a mark was made."""
         self._sums, self._weights = mark
+
+    @contextmanager
+    def left_out(self) -> Generator[None]:
+        """Return a context whose values are forgotten."""
+        mark = self.mark()
+        try:
+            yield
+        finally:
+            self.go_back(mark)
 
     def collect(self) -> dict[str, float]:
         """Return the means over all ranks, and clear them. All ranks have to call it."""
