@@ -47,7 +47,12 @@ def function_name(function: Any) -> str:
 
 def takes_targets_first(function: Any) -> bool:
     """Whether a function names its first arguments `y_true, y_pred`, as those of scikit-learn and Keras do."""
+    return parameter_names(function)[:2] == ["y_true", "y_pred"]
+
+
+def parameter_names(function: Any) -> list[str]:
+    """Return the names of a function's parameters; none if it has no signature."""
     try:
-        return list(inspect.signature(function).parameters)[:2] == ["y_true", "y_pred"]
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # it is not a Python function
-        return False
+        return []

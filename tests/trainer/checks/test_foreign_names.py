@@ -1,5 +1,7 @@
 """Tests of the names of other trainers: each gets an error that says what to use here."""
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +59,10 @@ def test_the_table_names_what_exists() -> None:
     assert set(foreign_names.RENAMED.values()) <= set(settings(TrainingArguments))
     assert not set(foreign_names.RENAMED) & set(settings(TrainingArguments))
     assert not [name for name in (*foreign_names.MEMBERS, *foreign_names.OVERRIDES) if hasattr(Trainer, name)]
+    for instead in foreign_names.OVERRIDES.values():  # a method written as the hint says is accepted
+        for method, parameters in re.findall(r"(\w+)\((self[^)]*)\)", instead):
+            expected = list(inspect.signature(getattr(Trainer, method)).parameters)
+            assert parameters.split(", ") == expected or method in ("fit", "save_model"), instead
     made: Any = trainer()
     for ours in {use.partition(";")[0] for use in foreign_names.MEMBERS.values() if use[0].islower()}:
         value = made
@@ -145,6 +151,17 @@ def test_an_override_that_nothing_calls_is_an_error(name: str, instead: str) -> 
     message = refused(lambda: subclass(**{name: method}))
     assert message.startswith(f"Mine.{name} is never called. ")
     assert instead in message
+
+
+@pytest.mark.parametrize("verb", ["training_step", "compute_loss", "evaluation_step"])
+def test_a_step_with_the_parameters_of_lightning_is_an_error(verb: str) -> None:
+    def method(self: Trainer, batch: Any, batch_idx: int) -> None:
+        del self, batch, batch_idx
+
+    assert refused(lambda: subclass(**{verb: method})) == (
+        f"Mine.{verb} is called as {verb}(model, batch), and takes (batch, batch_idx): its batch would be the model. "
+        f"Write {verb}(self, model, batch)."
+    )
 
 
 def test_a_class_attribute_that_the_constructor_hides_is_an_error() -> None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
-from trainer_lib.foundation.signatures import cannot_take, function_name, takes_targets_first
+from trainer_lib.foundation.signatures import cannot_take, function_name, parameter_names, takes_targets_first
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_calls import check_overrides
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
@@ -60,6 +60,11 @@ def check_verbs(trainer: TrainerInterface) -> None:
         if (problem := cannot_take(getattr(trainer, verb), *arguments)) is not None:
             raise SignatureError(
                 f"{type(trainer).__name__}.{verb} is called as {verb}({', '.join(arguments)}), and {problem}."
+            )
+        if arguments == ("model", "batch") and "batch" in (names := parameter_names(getattr(trainer, verb)))[:1]:
+            raise SignatureError(
+                f"{type(trainer).__name__}.{verb} is called as {verb}(model, batch), and takes ({', '.join(names)}): "
+                f"its batch would be the model. Write {verb}(self, model, batch)."
             )
 
 

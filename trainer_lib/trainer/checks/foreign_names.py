@@ -229,6 +229,8 @@ MEMBERS: dict[str, str] = {
     "should_stop": "run.control.stop",
 }
 
+_OPTIMIZER_AND_SCHEDULER = "configure_optimizer(self) and configure_scheduler(self, optimizer, total_steps, name)"
+
 # Methods that subclasses of other trainers override, and what to override here.
 OVERRIDES: dict[str, str] = {
     "get_train_dataloader": "train_dataloader(self)",
@@ -238,9 +240,9 @@ OVERRIDES: dict[str, str] = {
     "test_dataloader": "eval_dataloader(self, dataset)",
     "predict_dataloader": "eval_dataloader(self, dataset)",
     "create_optimizer": "configure_optimizer(self)",
-    "create_optimizer_and_scheduler": "configure_optimizer(self) and configure_scheduler(self, optimizer, total_steps)",
-    "configure_optimizers": "configure_optimizer(self) and configure_scheduler(self, optimizer, total_steps)",
-    "create_scheduler": "configure_scheduler(self, optimizer, total_steps)",
+    "create_optimizer_and_scheduler": _OPTIMIZER_AND_SCHEDULER,
+    "configure_optimizers": _OPTIMIZER_AND_SCHEDULER,
+    "create_scheduler": "configure_scheduler(self, optimizer, total_steps, name)",
     "prediction_step": "evaluation_step(self, model, batch)",
     "validation_step": "evaluation_step(self, model, batch)",
     "test_step": "evaluation_step(self, model, batch)",
@@ -252,7 +254,7 @@ OVERRIDES: dict[str, str] = {
     "loss_function": "compute_loss(self, model, batch)",
     "train": "fit(self, resume)",
     "get_optimizer": "configure_optimizer(self)",
-    "get_scheduler": "configure_scheduler(self, optimizer, total_steps)",
+    "get_scheduler": "configure_scheduler(self, optimizer, total_steps, name)",
     "get_batch_samples": "train_dataloader(self)",
     "_get_train_sampler": "train_dataloader(self)",
     "_get_eval_sampler": "eval_dataloader(self, dataset)",
