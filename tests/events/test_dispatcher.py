@@ -13,7 +13,7 @@ from tests.worlds import run_world
 from trainer_lib.events import Callback, Dispatcher, Modifier, Run, RunState
 from trainer_lib.events.callback import EVENTS
 from trainer_lib.events.event import Event
-from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, StateError
 from trainer_lib.state import PartialState
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,23 @@ def test_a_function_set_on_the_object_listens_too() -> None:
     events.fire("on_step_end", run_at(7))
     assert heard == [7]
     assert not events.listens("on_step_begin")
+
+
+def test_a_method_that_cannot_take_the_arguments_of_its_event_is_refused() -> None:
+    class Transformed(Callback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            del args, state, control, kwargs
+
+    with pytest.raises(SignatureError) as caught:
+        Dispatcher([Transformed()])
+    assert str(caught.value) == (
+        "Transformed.on_step_end is called as on_step_end(run), and (args: Any, state: Any, control: Any, **kwargs: "
+        "Any) -> None does not fit: missing a required argument: 'state'."
+    )
+    callback = Callback()
+    callback.on_log = lambda run: None  # type: ignore[assignment,misc]
+    with pytest.raises(SignatureError, match=r"is called as on_log\(run, values\), and \(run\) does not fit"):
+        Dispatcher([callback])
 
 
 def test_lower_orders_come_first_and_equal_ones_as_given() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from trainer_lib.events.callback import EVENTS, Callback, Modifier, overrides
 from trainer_lib.events.run import Run
-from trainer_lib.foundation.errors import ConfigurationError, StateError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, StateError, did_you_mean
+from trainer_lib.foundation.signatures import cannot_take
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -40,6 +41,7 @@ class Dispatcher:
 
         Raises:
             ConfigurationError: If it is not a callback, was added before, or listens to an unknown event.
+            SignatureError: If a method cannot take the arguments of its event.
         """
         _check(callback)
         if id(callback) in self._keys:
@@ -191,3 +193,9 @@ def _check(callback: Any) -> None:
             f"{type(callback).__name__} listens to {unknown[0]}, and there is no such event."
             f"{did_you_mean(unknown[0], EVENTS)} Known: {', '.join(EVENTS)}."
         )
+    for name in methods:
+        arguments = EVENTS[name].arguments
+        if overrides(callback, name) and (problem := cannot_take(getattr(callback, name), *arguments)) is not None:
+            raise SignatureError(
+                f"{type(callback).__name__}.{name} is called as {name}({', '.join(arguments)}), and {problem}."
+            )
