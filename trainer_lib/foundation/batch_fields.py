@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.pytree import is_dataclass_value
 
-_UNNAMED = frozenset({Tensor, list, tuple})
+_UNNAMED = frozenset({Tensor, list, tuple, PackedSequence})  # the last is a named tuple of torch's, and one value
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 IGNORE_INDEX = -100  # the label that losses and metrics skip, as in torch and transformers
 SHIFTED_LABELS = "shift_labels"  # labels that are those of the next positions already, as transformers calls them
@@ -44,7 +45,7 @@ def split(batch: Any, label_names: Sequence[str] | None = None) -> tuple[Any, An
                 f"TrainingArguments(label_names=[…]).{did_you_mean(candidates[0], named) if label_names else ''}"
             )
         return {name: value for name, value in named.items() if name not in names}, _targets_in(named, names)
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+    if isinstance(batch, (tuple, list)) and type(batch) is not PackedSequence and len(batch) > 1:
         return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
     raise ConfigurationError(
         f"loss_fn needs targets, and the batch is a single {type(batch).__name__}. Return (inputs, targets) from the "
@@ -56,6 +57,8 @@ def targets_of(batch: Any, label_names: Sequence[str] | None = None) -> Any:
     """Return the targets of a batch; `None` if it has no recognizable targets."""
     named = None if type(batch) in _UNNAMED else as_mapping(batch)
     if named is None:
+        if type(batch) is PackedSequence:
+            return None
         return batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     names = label_names_in(named, label_names)
     return _targets_in(named, names) if names else None

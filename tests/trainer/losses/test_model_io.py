@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.data import Dataset
 
 from tests.trainer.exact import Updates, assert_updates, updates_of
 from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
 from trainer_lib.trainer.losses.model_io import count_items, loss_of, predictions_of, split, targets_of
 
 ROWS = 7
@@ -164,6 +166,59 @@ def test_several_inputs_are_passed_by_position() -> None:
         return lambda: cross_entropy(layer(part, -part), TARGETS[start : start + 4])
 
     assert_updates(updates_of(layer, data, loss_fn=cross_entropy), layer, [whole(0), whole(4)])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells, self.head = nn.LSTM(6, 4), nn.Linear(4, 1)
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        _, (hidden, _) = self.cells(sequences)
+        return self.head(hidden[-1])
+
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2]
+SEQUENCES = [INPUTS[row].repeat(LENGTHS[row], 1) for row in range(ROWS)]
+
+
+def packed(rows: Any) -> PackedSequence:
+    return pack_sequence([SEQUENCES[row] for row in rows], enforce_sorted=False)
+
+
+def test_a_packed_sequence_is_one_value_of_as_many_rows_as_sequences() -> None:
+    model, wanted = Recurrent(), INPUTS[:, :1]  # not labels: a mean counts samples, not the steps of their sequences
+
+    def collate(rows: list[int]) -> tuple[PackedSequence, Tensor]:
+        return packed(rows), wanted[rows]
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    actual = updates_of(model, Rows(lambda row: row), collate_fn=collate, loss_fn=loss_fn)
+    windows = [range(4), range(4, ROWS)]
+    assert_updates(
+        actual, model, [lambda rows=rows: loss_fn(model(packed(rows)), wanted[list(rows)]) for rows in windows]
+    )
+
+
+class Squared(Recurrent):
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        return super().forward(sequences).square().mean()
+
+
+def test_a_packed_sequence_can_be_the_whole_batch() -> None:
+    model = Squared()
+    actual = updates_of(model, Rows(lambda row: row), collate_fn=packed)
+    assert_updates(actual, model, [lambda: model(packed(range(4))), lambda: model(packed(range(4, ROWS)))])
+
+
+def test_rows_of_a_packed_sequence_are_taken_out() -> None:
+    sequences, labels = take_rows((packed(range(4)), TARGETS[:4]), 1, 3)
+    assert count_rows(sequences) == len(labels) == 2
+    for sequence, row in zip(unpack_sequence(sequences), (1, 2), strict=True):
+        assert torch.equal(sequence, SEQUENCES[row])
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------------

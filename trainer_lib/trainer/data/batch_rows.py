@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.data_loader.order.samples_per_rank import TAKING_PART
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 def count_rows(batch: Any) -> int | None:
     """Return the number of rows of the first tensor, array or list in a batch; `None` if the batch holds none.
 
+    Those of a `PackedSequence` are its sequences.
+
     Example:
         >>> count_rows({"texts": ["a cat", "a dog"], "scale": 2.0})
         2
     """
-    return next((len(leaf) for leaf in leaves(batch, is_leaf=holds_rows) if _has_rows(leaf)), None)
+    return next((_rows(leaf) for leaf in leaves(batch, is_leaf=_is_leaf) if _has_rows(leaf)), None)
 
 
 def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> Any:
@@ -44,14 +47,16 @@ def take_rows(batch: Any, start: int, stop: int, total: int | None = None) -> An
         {'texts': ['a cat', 'a dog'], 'scale': 2.0}
     """
     total = total or count_rows(batch)
-    for name, leaf in named_leaves(batch, is_leaf=holds_rows):
-        if _has_rows(leaf) and len(leaf) not in (1, total):
+    for name, leaf in named_leaves(batch, is_leaf=_is_leaf):
+        if _has_rows(leaf) and _rows(leaf) not in (1, total):
             raise ConfigurationError(
                 f"A batch can be split only if all its values have as many rows: this one has {total} rows, and "
-                f"{name or 'a value in it'} has {len(leaf)}. Return one row per sample from collate_fn."
+                f"{name or 'a value in it'} has {_rows(leaf)}. Return one row per sample from collate_fn."
             )
     return map_leaves(
-        lambda leaf: leaf[start:stop] if _has_rows(leaf) and len(leaf) == total else leaf, batch, is_leaf=holds_rows
+        lambda leaf: _cut(leaf, start, stop) if _has_rows(leaf) and _rows(leaf) == total else leaf,
+        batch,
+        is_leaf=_is_leaf,
     )
 
 
@@ -111,6 +116,20 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor as an array; numpy has no bfloat16."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def _is_leaf(tree: Any) -> bool:
+    return type(tree) is PackedSequence or holds_rows(tree)
+
+
+def _rows(leaf: Any) -> int:
+    return int(leaf.batch_sizes[0]) if type(leaf) is PackedSequence else len(leaf)
+
+
+def _cut(leaf: Any, start: int, stop: int) -> Any:
+    if type(leaf) is PackedSequence:
+        return pack_sequence(unpack_sequence(leaf)[start:stop], enforce_sorted=False)
+    return leaf[start:stop]
 
 
 def _has_rows(leaf: Any) -> bool:

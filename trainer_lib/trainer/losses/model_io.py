@@ -7,6 +7,7 @@ from typing import Any, Unpack, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer_lib.foundation.batch_fields import (
     IGNORE_INDEX,
@@ -169,7 +170,7 @@ def check_values(model: nn.Module, inputs: Any, has_loss_fn: bool) -> None:
     """
     if as_mapping(inputs) is not None:
         return
-    values = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    values = inputs if isinstance(inputs, (tuple, list)) and type(inputs) is not PackedSequence else (inputs,)
     if (problem := _cannot_bind(model, values)) is None:
         return
     known, _ = _parameters_taken(model)
