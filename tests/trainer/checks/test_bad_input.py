@@ -391,6 +391,11 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a set of nothing": (ConfigurationError, "eval_dataset['dev'] is a NoneType", {"eval_dataset": {"dev": None}}),
     "evaluations of nothing": (ConfigurationError, "eval_every='1 step'…eval_dataset", {"eval_every": "1 step"}),
     "a first evaluation of nothing": (ConfigurationError, "eval_on_start=True…eval_dataset", {"eval_on_start": True}),
+    "a plateau of nothing": (
+        ConfigurationError,
+        'lr_scheduler="plateau" needs evaluations',
+        {"lr_scheduler": "plateau"},
+    ),
     "the best of no evaluations": (ConfigurationError, "metric_for_best='f1'…eval_", {"metric_for_best": "f1"}),
     "stopping without evaluations": (
         ConfigurationError,

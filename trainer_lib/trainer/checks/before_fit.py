@@ -273,34 +273,38 @@ def _loaders(trainer: TrainerInterface, data: Any, option: str, is_one: bool = F
 
 
 def _check_not_asked_for(trainer: TrainerInterface) -> None:
-    args, asked = trainer.args, None
+    args, asked = trainer.args, _asks_for_evaluations(trainer)
     if args.validation_split is not None and trainer.train_dataset is None:
         raise ConfigurationError(
             f"validation_split={args.validation_split:g} holds out rows of train_dataset, but no train_dataset is "
             "given. Give Trainer(train_dataset=…) or Trainer(eval_dataset=…)."
         )
-    if args.eval_every not in (None, "never"):
-        asked = f"eval_every={args.eval_every!r}"
-    elif args.eval_delay is not None:
-        asked = f"eval_delay={args.eval_delay!r}"
-    elif args.eval_on_start:
-        asked = "eval_on_start=True"
-    elif args.load_best_at_end:
-        asked = "load_best_at_end=True"
-    elif args.metric_for_best is not None:
-        asked = f"metric_for_best={args.metric_for_best!r}"
-    elif callback := next((callback for callback in trainer.events if callback.needs_evaluation), None):
-        asked = type(callback).__name__
-    elif args.eval_every is None and (trainer.metrics is not None or trainer.compute_metrics is not None):
+    if asked is not None:
+        raise ConfigurationError(
+            f"{asked} needs evaluations, but there is no evaluation set. Give Trainer(eval_dataset=…), or leave it out."
+        )
+    if args.eval_every is None and (trainer.metrics is not None or trainer.compute_metrics is not None):
         given = "metrics" if trainer.metrics is not None else "compute_metrics"
         raise ConfigurationError(
             f"{given}=… is computed in evaluations, but there is no evaluation set. Give Trainer(eval_dataset=…), or "
             'eval_every="never" to call evaluate(dataset) yourself.'
         )
-    if asked is not None:
-        raise ConfigurationError(
-            f"{asked} needs evaluations, but there is no evaluation set. Give Trainer(eval_dataset=…), or leave it out."
-        )
+
+
+def _asks_for_evaluations(trainer: TrainerInterface) -> str | None:
+    """Return the option that needs evaluations, if there is one."""
+    args = trainer.args
+    is_ours = trainer.scheduler is None and not _has_own(trainer, "configure_scheduler")
+    options = {
+        f"eval_every={args.eval_every!r}": args.eval_every not in (None, "never"),
+        f"eval_delay={args.eval_delay!r}": args.eval_delay is not None,
+        "eval_on_start=True": args.eval_on_start,
+        "load_best_at_end=True": args.load_best_at_end,
+        f"metric_for_best={args.metric_for_best!r}": args.metric_for_best is not None,
+        'lr_scheduler="plateau"': args.lr_scheduler == "plateau" and is_ours,
+    }
+    callbacks = [(type(callback).__name__, callback.needs_evaluation) for callback in trainer.events]
+    return next((option for option, is_asked in [*options.items(), *callbacks] if is_asked), None)
 
 
 def _check_best(trainer: TrainerInterface) -> None:
