@@ -99,8 +99,15 @@ def optimizers(trainer: TrainerInterface) -> Optimizer | dict[str, Optimizer]:
 
 
 def _optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -> Optimizer:
-    if isinstance(given, Optimizer):
-        return given
+    made = given if isinstance(given, Optimizer) else _made_optimizer(trainer, given, model)
+    if given is not None:
+        from trainer_lib.trainer.optim.given_optimizers import warn_of_ignored_arguments
+
+        warn_of_ignored_arguments(made, trainer.args)
+    return made
+
+
+def _made_optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -> Optimizer:
     from trainer_lib.trainer.optim.parameter_groups import group_parameters
 
     assert model is not None  # what is to be made has a model
@@ -108,13 +115,13 @@ def _optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -
     groups = group_parameters(model, args.weight_decay, args.parameter_groups)
     if args.optimizer.lower() in OPTIMIZERS and given is None:
         groups = split_hidden_matrices(model, groups)
-    if given is not None:
+    if given is not None and not (isinstance(given, type) and issubclass(given, Optimizer)):
         made = given([parameter for group in groups for parameter in group["params"]])
         if not isinstance(made, Optimizer):
             raise ConfigurationError(f"optimizer made a {type(made).__name__}, which is no torch.optim.Optimizer.")
         return made
     return build_optimizer(
-        args.optimizer,
+        given or args.optimizer,
         groups,
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,

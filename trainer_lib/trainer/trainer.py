@@ -70,7 +70,8 @@ class Trainer(ToolMethods, PublishMethods):
         train_metrics: The metrics of training batches, for the logs: means such as "accuracy", and functions of
             predictions and labels.
         compute_metrics: A function of all predictions and labels, as in Hugging Face's Trainer.
-        optimizer: An optimizer, a function that makes one from parameters, or several of these by name.
+        optimizer: An optimizer, its class, which gets the arguments, a function that makes one from parameters, or
+            several of these by name.
         scheduler: A schedule, a function that makes one from an optimizer, or several of these by name.
         callbacks: Callbacks in addition to the default ones. A callback replaces the default one of its class;
             callbacks of Hugging Face's Trainer are adapted.

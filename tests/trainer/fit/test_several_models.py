@@ -152,7 +152,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(kind: str) -> None:
         "function": lambda parameters: torch.optim.SGD(parameters, lr=0.1),  # pyright: ignore[reportUnknownLambdaType]
     }[kind]
     expected = network()
-    by_hand = torch.optim.SGD(expected.parameters(), lr=0.1 if kind != "class" else 1e-3)
+    by_hand = torch.optim.SGD(expected.parameters(), lr=0.1 if kind != "class" else arguments().learning_rate)
     schedule = halve(by_hand)
     batches = [column.split(8) for column in points()]
     for _ in range(2):

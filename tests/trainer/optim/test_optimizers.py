@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_lib import Accelerator, TrainingArguments
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import Accelerator, Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.trainer.optim.optimizer_packages import PATHS
 from trainer_lib.trainer.optim.optimizers import build_optimizer, optimizer_names
@@ -215,3 +216,60 @@ def test_an_optimizer_without_parameters_is_refused() -> None:
     for parameters in ([], [{"params": []}]):
         with pytest.raises(ConfigurationError, match="got no parameters"):
             build_optimizer("adamw", parameters, learning_rate=0.1)
+
+
+# -- given to a Trainer ------------------------------------------------------------------------------------------------
+
+
+class NeedsRate(torch.optim.SGD):
+    """A custom optimizer whose learning rate has no default."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+
+
+def _groups_in_training(given: Any, **options: Any) -> list[dict[str, Any]]:
+    made = trainer(arguments(max_steps=1, lr_scheduler="constant", **options), optimizer=given)
+    made.fit()
+    return made.optimizers["default"].param_groups
+
+
+def test_a_class_gets_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"learning_rate": 0.5, "weight_decay": 0.25, "optimizer_kwargs": {"momentum": 0.75}}
+    decayed, others = _groups_in_training(torch.optim.SGD, **options)
+    assert [decayed[name] for name in ("lr", "weight_decay", "momentum")] == [0.5, 0.25, 0.75]
+    assert [others[name] for name in ("lr", "weight_decay", "momentum")] == [0.5, 0.0, 0.75]
+    assert _groups_in_training(NeedsRate, learning_rate=0.5)[0]["lr"] == 0.5
+    assert "no effect" not in caplog.text
+    with pytest.raises(UnsupportedError, match="optimizer=LBFGS is not supported"):
+        _groups_in_training(torch.optim.LBFGS)
+
+
+def test_arguments_that_a_given_optimizer_does_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    groups = _groups_in_training(
+        lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5),
+        optimizer="adam",
+        learning_rate=0.5,
+        weight_decay=0.25,
+        optimizer_kwargs={"momentum": 0.5, "nesterov": True},
+        parameter_groups=[ParameterGroup("*bias", learning_rate=0.25)],
+    )
+    assert [group["lr"] for group in groups] == [0.125]
+    assert (
+        "optimizer='adam' and learning_rate=0.5 and weight_decay=0.25 and optimizer_kwargs['nesterov'] and "
+        "parameter_groups['*bias'] have no effect on the SGD given as optimizer, which has other values. Set them "
+        "there, or give its class: optimizer=SGD takes the arguments."
+    ) in caplog.text
+
+
+def test_a_given_optimizer_with_the_values_of_the_arguments_gets_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.5, 0.75))
+    args = arguments(
+        max_steps=2, learning_rate=0.5, optimizer="torch.optim.AdamW", optimizer_kwargs={"betas": [0.5, 0.75]}
+    )
+    made = Trainer(model, args, train_dataset=points(), loss_fn=nn.functional.cross_entropy, optimizer=optimizer)
+    made.fit()
+    assert made.optimizers["default"].param_groups[0]["lr"] == 0  # at the end of the schedule
+    made.fit()
+    assert "no effect" not in caplog.text

@@ -213,8 +213,10 @@ def check_optimizer(optimizer: Any) -> None:
                 f"{_option('optimizer', name)} must be an Optimizer, or a function that makes one from parameters, got "
                 f"a {type(candidate).__name__}.{hint}"
             )
+        is_class = isinstance(candidate, type) and issubclass(candidate, Optimizer)  # which takes the arguments too
         if (
             callable(candidate)
+            and not is_class
             and not isinstance(candidate, Optimizer)
             and (problem := cannot_take(candidate, "parameters"))
         ):

@@ -22,7 +22,7 @@ _SET_BY_ARGUMENTS = {"params": "the model", "lr": "learning_rate", "weight_decay
 
 
 def build_optimizer(
-    name: str,
+    name: str | type[Optimizer],
     parameters: Iterable[Any],
     /,
     *,
@@ -37,7 +37,7 @@ def build_optimizer(
 
     Args:
         name: One of torch's optimizers in lower case ("adamw", "sgd", "sparse_adam" …), one of another package
-            ("adamw_8bit", "schedule_free_adamw" …), or a dotted path.
+            ("adamw_8bit", "schedule_free_adamw" …), a dotted path, or a class.
         parameters: Parameters, or groups as `group_parameters` returns them.
         learning_rate: The learning rate of groups that do not set one.
         weight_decay: The weight decay of groups that do not set one.
@@ -55,7 +55,7 @@ def build_optimizer(
     """
     kind = _kind(name)
     known = parameters_of(kind)
-    owner = f"optimizer {name!r}"
+    owner = f"optimizer {name.__name__ if isinstance(name, type) else repr(name)}"
     check_options(owner, options, {**known, **options} if takes_any_keyword(kind) else known, _SET_BY_ARGUMENTS)
     if (invalid := _invalid_amount(learning_rate=learning_rate, weight_decay=weight_decay)) is not None:
         raise ConfigurationError(f"{owner}: {invalid} must be a finite number of at least 0.")
@@ -100,10 +100,10 @@ def _known() -> dict[str, type[Optimizer]]:
 
 
 def _kind(name: Any) -> Callable[..., Any]:
-    if not isinstance(name, str):
+    if not isinstance(name, (str, type)):
         raise ConfigurationError(f'optimizer must be a name such as "adamw", or a dotted path (got {name!r}).')
-    if "." in name:
-        kind = load(name, "optimizer")
+    if isinstance(name, type) or "." in name:
+        kind = name if isinstance(name, type) else load(name, "optimizer")
         is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
         short = "lbfgs" if is_lbfgs else str(getattr(kind, "__module__", "")).partition(".")[0]
     else:
@@ -112,7 +112,8 @@ def _kind(name: Any) -> Callable[..., Any]:
             raise ConfigurationError(unknown("optimizer", name, optimizer_names()) + " Or give a dotted path.")
         kind = load_by_name(short) if short in PATHS else _known().get(short, Optimizer)
     if short in _REFUSED:
-        raise UnsupportedError(f"optimizer={name!r} is not supported: {_REFUSED[short]}.")
+        shown_name = name.__name__ if isinstance(name, type) else repr(name)
+        raise UnsupportedError(f"optimizer={shown_name} is not supported: {_REFUSED[short]}.")
     return kind
 
 
