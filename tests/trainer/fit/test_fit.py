@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from tests.trainer.tasks import Recorder, arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
+from trainer_lib.callbacks import LambdaCallback
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.events import Callback, Modifier, Run
 
@@ -173,6 +174,21 @@ def test_time_is_that_of_the_main_process() -> None:
     (steps, status), other = run_world(body, (), 2, timeout=60)
     assert (steps, status) == other
     assert status == "stopped"
+
+
+class FitsAgain(Modifier):
+    def on_step_end(self, run: Run) -> None:
+        run.trainer.fit()
+
+
+def test_a_fit_within_a_fit_is_an_error_and_another_trainer_in_it_is_not() -> None:
+    again = FitsAgain()
+    nested = trainer(callbacks=[again])
+    with pytest.raises(ConfigurationError, match=r"fit\(\) was called while it runs"):
+        nested.fit()
+    nested.events.remove(again)
+    nested.events.add(LambdaCallback(on_epoch_end=lambda run: trainer(arguments(max_steps=1)).fit()))
+    assert nested.fit().status == "finished"
 
 
 class LogsMuch(Trainer):

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 from trainer_lib.events import Control
 from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.processes.exit_codes import Interrupted, is_interactive
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.trainer import defaults
@@ -21,6 +22,11 @@ from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 def fit(trainer: TrainerInterface, resume: str | AnyPath | None = None) -> FitResult:
     """Train; see `Trainer.fit`."""
+    if trainer.run.state.status == "running":
+        raise ConfigurationError(
+            "fit() was called while it runs, by a callback or in another thread. Call it after it returned, or make "
+            "another Trainer."
+        )
     before_fit.check(trainer)
     args = trainer.args
     resume_point, lease = find_resume_point(
