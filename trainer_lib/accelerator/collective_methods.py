@@ -117,7 +117,7 @@ class CollectiveMethods(ProcessControl):
         return self.use_distributed and self.device.type != "cpu"
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all ranks along the first dimension."""
+        """Concatenate the tensors of all ranks along the first dimension, without gradients."""
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

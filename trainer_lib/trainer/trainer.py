@@ -285,6 +285,8 @@ class Trainer(ToolMethods, PublishMethods):
     ) -> None:
         """Compute gradients, in a `training_step` that you override.
 
+        Zero them by `self.optimizers[name].zero_grad()`, which also forgets the weight; `model.zero_grad()` does not.
+
         Args:
             loss: With `weight`, the sum of the losses of that many items; without, a mean with weight 1.
             weight: The number of items.

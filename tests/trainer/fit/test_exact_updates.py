@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -15,6 +16,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError, LossResult, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import NonFiniteError
+from trainer_lib.state import PartialState
 from trainer_lib.state.accumulation_window import Share, nan_if_negative
 
 IGNORED = -100
@@ -368,3 +370,48 @@ def test_updates_in_double_are_exact_in_double(shards: bool) -> None:
     for weights in run_world(body, (), 3, timeout=60)[:1]:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-13, atol=1e-14)
+
+
+class Contrastive(Trainer):
+    def compute_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        first, second = model(batch["first"]), model(batch["second"])
+        ranks = self.accelerator.num_processes
+        others = torch.cat(all_gather(second)) if ranks > 1 else second
+        start = self.accelerator.process_index * len(first)
+        return cross_entropy(first @ others.T, torch.arange(start, start + len(first)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")
+def test_negatives_of_all_ranks_give_the_update_of_one_rank_with_all_of_them() -> None:
+    def body() -> list[list[Tensor]]:
+        torch.manual_seed(1)
+        rows = {"first": torch.randn(16, 6), "second": torch.randn(16, 6)}
+        seen, size = Gradients(), 8 // PartialState().num_processes
+        Contrastive(
+            classifier(), arguments(per_device_train_batch_size=size), train_dataset=rows, callbacks=[seen]
+        ).fit()
+        return seen.steps
+
+    whole = body()
+    for steps in run_world(body, (), 2, timeout=60):
+        torch.testing.assert_close(steps, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_computed_twice_is_not_counted_twice_where_its_optimizer_zeroes_the_first() -> None:
+    class Twice(Trainer):
+        def training_step(self, model: nn.Module, batch: Any) -> LossResult:
+            self.compute(model, batch)
+            self.optimizers["default"].zero_grad()
+            return LossResult(self.compute(model, batch), weight=len(batch[1]))
+
+        def compute(self, model: nn.Module, batch: Any) -> Tensor:
+            loss = cross_entropy(model(batch[0]), batch[1], reduction="sum")
+            self.backward(loss, len(batch[1]))
+            return loss.detach()
+
+    torch.manual_seed(1)
+    rows = torch.randn(8, 6), torch.randint(5, (8,))
+    once, twice = Gradients(), Gradients()
+    Trainer(classifier(), arguments(), train_dataset=rows, loss_fn=cross_entropy, callbacks=[once]).fit()
+    Twice(classifier(), arguments(), train_dataset=rows, callbacks=[twice]).fit()
+    torch.testing.assert_close(twice.steps, once.steps, rtol=1e-6, atol=1e-7)
