@@ -1,11 +1,16 @@
 """Tests of importing callbacks."""
 
+import copy
+import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import trainer_lib.callbacks
+from trainer_lib.events import constructor_names
+from trainer_lib.foundation.errors import SignatureError
 
 
 def test_all_public_names_can_be_imported() -> None:
@@ -14,6 +19,51 @@ def test_all_public_names_can_be_imported() -> None:
         assert getattr(trainer_lib.callbacks, name).__name__ == name
     with pytest.raises(AttributeError, match="Did you mean 'EarlyStopping'"):
         _ = trainer_lib.callbacks.EarlyStoping  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "EarlyStopping",
+            {"monitor": "val_loss", "mode": "min"},
+            "EarlyStopping takes no 'monitor'. Give metric. Known: ",
+        ),
+        (
+            "EarlyStopping",
+            {"patience": 3, "mode": "min"},
+            "'mode'. Give greater_is_better: True for max, False for min.",
+        ),
+        ("Checkpoint", {"dirpath": "runs"}, "Checkpoint takes no 'dirpath'. Give TrainingArguments(output_dir=…). "),
+        ("Checkpoint", {"filename": "best"}, "'filename'. Leave it out: a checkpoint is named by its step. "),
+        ("EMA", {"dekay": 0.9}, "EMA takes no 'dekay'. Did you mean 'decay'? Known: decay, warmup, every, buffers."),
+        ("Timer", {"duration": 1}, "Timer takes no 'duration'. Known: no arguments."),
+    ],
+)
+def test_an_argument_of_another_library_is_answered_with_ours(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SignatureError) as error:
+        getattr(trainer_lib.callbacks, kind)(**options)
+    assert message in str(error.value)
+
+
+def test_the_table_of_other_names_fits_the_constructors() -> None:
+    for kind, names in constructor_names._INSTEAD.items():
+        known = inspect.signature(getattr(trainer_lib.callbacks, kind)).parameters
+        assert not set(names) & set(known)
+        for instead in names.values():
+            ours = instead.partition("=")[0].partition(":")[0].split(" ")[0]
+            assert ours in known or ours.startswith(("Leave", "TrainingArguments(", "trainer.", "a")), (kind, instead)
+
+
+def test_constructors_of_your_own_take_what_they_declare() -> None:
+    class Mine(trainer_lib.callbacks.EarlyStopping):
+        def __init__(self, monitor: str, **options: Any) -> None:
+            super().__init__(monitor, **options)
+
+    stopping = copy.deepcopy(Mine(monitor="eval_f1", patience=2))
+    assert (stopping.metric, stopping.patience) == ("eval_f1", 2)
+    assert list(inspect.signature(Mine).parameters) == ["monitor", "options"]
+    assert list(inspect.signature(trainer_lib.callbacks.Timer).parameters) == []
 
 
 @pytest.mark.slow

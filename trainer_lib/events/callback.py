@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from trainer_lib.events.event import declared_events, event
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.duration import Every
+from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
 
 
 class UpdatePlan(Protocol):
@@ -53,6 +54,8 @@ class Callback:
         ...         run.control.stop = run.state.step >= 100
     """
 
+    __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
+
     order: int = 0
     key: str | None = None
     exclusive_group: ClassVar[str | None] = None
@@ -65,6 +68,16 @@ class Callback:
     saves_memory: ClassVar[bool] = False
     runs_in_sandbox: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = True
+
+    # Runs before __init__, which would raise a TypeError for an unknown name and could not suggest a known one.
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Check the names of the arguments of a shipped callback."""
+        del positional
+        if named and (unknown := unknown_keywords(cls.__init__, named)):
+            from trainer_lib.events.constructor_names import check_constructor
+
+            check_constructor(cls, unknown)
+        return super().__new__(cls)
 
     @property
     def monitored_metric(self) -> str | None:

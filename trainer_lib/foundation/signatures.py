@@ -1,6 +1,7 @@
 """The constructor signature that `help()` and editors show for a class whose `__new__` checks argument names."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -22,8 +23,24 @@ class ConstructorSignature:
         """Return the signature of the class; its instances have none, because they are not called."""
         if instance is not None:
             raise AttributeError("__signature__")
+        if owner.__init__ is object.__init__:
+            return inspect.Signature()
         signature = inspect.signature(owner.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=signature.empty)
+
+
+def unknown_keywords(function: Any, named: Iterable[str]) -> list[str]:
+    """Return the names that a Python function does not take as keywords; none if it takes any, or is not in Python.
+
+    Example:
+        >>> unknown_keywords(lambda size, *, name="": size, ["size", "colour"])
+        ['colour']
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_flags & inspect.CO_VARKEYWORDS:
+        return []
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return [name for name in named if name not in known]
 
 
 def cannot_take(function: Any, *arguments: str) -> str | None:
