@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from trainer_lib.checkpointing.load_torchao import load_quantized_by_torchao
 from trainer_lib.checkpointing.model_weights import load_by_map, load_checkpoint_in_model, refuse_distributed
+from trainer_lib.device_map.balance import get_balanced_memory as get_balanced_memory
+from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_device_map
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError

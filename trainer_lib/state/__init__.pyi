@@ -1,4 +1,5 @@
 from trainer_lib.foundation.compat import ThreadLocalSharedDict as ThreadLocalSharedDict
+from trainer_lib.options.enums import DistributedType as DistributedType
 from trainer_lib.state.accelerator_state import AcceleratorState as AcceleratorState
 from trainer_lib.state.gradient_state import GradientState as GradientState
 from trainer_lib.state.partial_state import PartialState as PartialState
