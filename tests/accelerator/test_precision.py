@@ -67,6 +67,32 @@ def test_autocast_can_be_switched_off_by_its_options() -> None:
     assert network.seen is torch.float32
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_native_amp_switches_autocast_off(name: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=name)
+    assert accelerator.native_amp is True
+    accelerator.native_amp = False
+    network = accelerator.prepare(Spy())
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # of the script
+        assert network(torch.ones(2, 4))["outputs"].dtype is torch.bfloat16
+    assert network(torch.ones(2, 4))["outputs"].dtype is torch.float32
+    assert network.seen is torch.float32
+    with accelerator.autocast(AutocastKwargs()):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_native_amp_is_refused_where_it_would_have_no_effect() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.native_amp = False  # as it is
+    with pytest.raises(ConfigurationError, match="native_amp=True does not work with mixed_precision='no'"):
+        accelerator.native_amp = True
+    accelerator.free_memory()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.prepare(Spy())
+    with pytest.raises(ConfigurationError, match="Set it before prepare"):
+        accelerator.native_amp = False
+
+
 def test_unwrapping_gives_the_forward_back() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     spy = Spy()

@@ -235,6 +235,16 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         return self.precision.scaler
 
     @property
+    def native_amp(self) -> bool:
+        """Whether models that `prepare` takes from now on run under autocast; `False` leaves types to their code."""
+        return self.precision.uses_autocast
+
+    @native_amp.setter
+    def native_amp(self, uses_autocast: bool) -> None:
+        construction.check_native_amp(uses_autocast, self.precision, self.prepared)
+        self.precision.uses_autocast = uses_autocast
+
+    @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
         """The active plugin of DeepSpeed; `None` if models are trained without it."""
         return self.state.deepspeed_plugin

@@ -194,6 +194,22 @@ def precision_name(mixed_precision: Any, older_arguments: dict[str, Any]) -> Any
     return requested
 
 
+def check_native_amp(uses_autocast: bool, precision: FullPrecision, prepared: Prepared) -> None:
+    """Raise if autocast cannot be switched on or off: too late, or in a precision without that choice."""
+    check_flag("native_amp", uses_autocast)
+    if uses_autocast == precision.uses_autocast:
+        return
+    if precision.name not in ("fp16", "bf16"):
+        raise ConfigurationError(
+            f"native_amp={uses_autocast} does not work with mixed_precision={precision.name!r}. "
+            "Give the Accelerator mixed_precision='fp16' or 'bf16'."
+        )
+    if prepared.models:
+        raise ConfigurationError(
+            f"native_amp={uses_autocast} comes too late: a model is prepared already. Set it before prepare."
+        )
+
+
 def warn_of_fp8_gather(precision: FullPrecision, plugin: FullyShardedDataParallelPlugin | None) -> None:
     """Warn of weights that should be gathered in fp8, and are not gathered."""
     if plugin is None and getattr(getattr(precision, "config", None), "enable_fsdp_float8_all_gather", False):

@@ -23,9 +23,12 @@ class Autocast(FullPrecision):
         self.dtype = dtype
         self.device_type = device_type
         self.options = options
+        self.uses_autocast = True
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a `torch.autocast` context with the options of `handler`, or else of the `Accelerator`."""
+        if not self.uses_autocast:
+            return nullcontext()
         options = handler or self.options
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
@@ -33,7 +36,8 @@ class Autocast(FullPrecision):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Run the model's forward under autocast, and convert its outputs to fp32."""
-        forwards.wrap_forward(model, functools.partial(_under, self))
+        if self.uses_autocast:
+            forwards.wrap_forward(model, functools.partial(_under, self))
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """Restore the model's original forward."""

@@ -20,6 +20,7 @@ class FullPrecision:
     name = "no"
     scaler: Any = None
     fp8_backend: Any = None
+    uses_autocast: bool = False
 
     def check(self, model: nn.Module) -> None:
         """Raise if `model` cannot be trained in this precision."""
