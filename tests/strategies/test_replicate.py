@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from tests.accelerator import toy
 from tests.worlds import run_world
-from trainer_lib import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, PreparationError
+from trainer_lib import (
+    Accelerator,
+    ConfigurationError,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    PreparationError,
+)
 
 # Sums that 16-bit floats cannot tell from their neighbours.
 _VALUES = (100_001.0, 3.0)
@@ -54,6 +60,44 @@ def test_values_and_gradients_arrive(dtype: torch.dtype, options: dict[str, Any]
         toy.assert_same(gradients, results[0][1], rtol=0)
         # One process is fed 1 and two are fed 1 and 2, so what is averaged is 1.5 times as much.
         torch.testing.assert_close(gradients[0], alone[1][0] * 1.5, rtol=2e-2, atol=0)
+
+
+def _wrapped_with(how: str) -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.ddp_handler is None
+    if how == "a handler":
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="bf16")
+    else:
+        accelerator.free_memory()
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs()])
+        assert accelerator.ddp_handler is not None
+        accelerator.ddp_handler.find_unused_parameters = True
+        accelerator.ddp_handler.comm_hook = "bf16"
+    network = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        network.module.weight.fill_(1.0)
+    accelerator.backward(network(torch.full((1, 1), 1 + 1e-4)).sum())
+    return {"unused": network.find_unused_parameters, "gradient": network.module.weight.grad.item()}
+
+
+@pytest.mark.parametrize("how", ["a handler", "an attribute of it"])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_options_set_before_prepare_count(how: str) -> None:
+    # In bf16 1.0001 is 1.
+    assert run_world(_wrapped_with, (how,), 2, timeout=60) == [{"unused": True, "gradient": 1.0}] * 2
+
+
+def test_options_of_ddp_are_checked_and_told_where_they_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    options = DistributedDataParallelKwargs()
+    accelerator.ddp_handler = options
+    assert accelerator.ddp_handler is options
+    with pytest.raises(ConfigurationError, match="ddp_handler must be DistributedDataParallelKwargs"):
+        accelerator.ddp_handler = {"static_graph": True}  # pyright: ignore[reportAttributeAccessIssue]
+    accelerator.free_memory()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.ddp_handler = options
+    assert "DistributedDataParallelKwargs are ignored" in caplog.text
 
 
 def _carried_without_a_bucket() -> list[float]:

@@ -245,6 +245,18 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.precision.uses_autocast = uses_autocast
 
     @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The options of DDP for models that `prepare` takes from now on; `None` are torch's defaults."""
+        options = self.strategy.options
+        return options if isinstance(options, DistributedDataParallelKwargs) else None
+
+    @ddp_handler.setter
+    def ddp_handler(self, options: DistributedDataParallelKwargs | None) -> None:
+        construction.check_ddp(options)
+        construction.check_compilation(self.state.dynamo_plugin, options, self.state.fsdp_plugin)
+        self.strategy.set_ddp_options(options)
+
+    @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":
         """The active plugin of DeepSpeed; `None` if models are trained without it."""
         return self.state.deepspeed_plugin

@@ -227,6 +227,12 @@ def warn_of_fsdp1(notes: Sequence[str]) -> None:
         )
 
 
+def check_ddp(options: Any) -> None:
+    """Raise unless `options` are those of DDP, or `None`."""
+    if options is not None and not isinstance(options, DistributedDataParallelKwargs):
+        raise ConfigurationError(f"ddp_handler must be DistributedDataParallelKwargs (got {shown(options)}).")
+
+
 def check_compilation(
     plugin: TorchDynamoPlugin,
     ddp: DistributedDataParallelKwargs | None,

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_lib.logging import get_logger
 from trainer_lib.modules.state import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import clip_whole, norm_of_whole, shrink
 
 Leftovers = dict[nn.Module, float | Tensor]
 Surroundings = Callable[[int], AbstractContextManager[Any]]  # of a micro-batch, by its number in the window
+_logger = get_logger(__name__)
 _NOTHING = nullcontext[None]()
 
 
@@ -65,6 +68,11 @@ class Strategy(ABC):
     def is_in_lockstep(self) -> bool:
         """Whether a forward here waits for a forward on other ranks: it needs lockstep, and there are others."""
         return self.needs_lockstep and self.group.size > 1
+
+    def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
+        """Warn that the options of DDP are ignored: models are distributed in another way."""
+        if options is not None:
+            _logger.warning_once("DistributedDataParallelKwargs are ignored: DDP does not run.")
 
     # -- the model -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 
 NO_CONTEXT = nullcontext()  # shared: each micro-batch that does not update enters it
@@ -18,6 +19,10 @@ class SingleDevice(Strategy):
         """Return the model itself."""
         del evaluation_mode
         return model
+
+    def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
+        """Keep the options, which do nothing on one device."""
+        self.options = options
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""

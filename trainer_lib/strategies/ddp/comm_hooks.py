@@ -25,15 +25,15 @@ def averaged(bucket: dist.GradBucket) -> Future[Tensor]:
     return summed(bucket.buffer()).then(lambda future: future.value()[0].div_(dist.get_world_size()))
 
 
-def hook_factory(options: DistributedDataParallelKwargs | None) -> Callable[[], CommHook]:
-    """Return a function that creates the hook the options ask for; each model needs its own hook."""
+def new_hook(options: DistributedDataParallelKwargs | None) -> CommHook:
+    """Return a hook that the options ask for; each model needs its own one."""
     if options is None:
-        return lambda: averaged
+        return averaged
     hook, cast, arguments = options.comm_hook, _CASTS.get(options.comm_wrapper), options.comm_state_option
     if hook in (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD):
-        return lambda: PowerSGD(arguments, cast, batched=hook == Kind.BATCHED_POWER_SGD)
+        return PowerSGD(arguments, cast, batched=hook == Kind.BATCHED_POWER_SGD)
     cast = _CASTS.get(hook, cast)
-    return lambda: averaged if cast is None else Cast(cast)
+    return averaged if cast is None else Cast(cast)
 
 
 def summed(tensor: Tensor) -> Future[list[Tensor]]:

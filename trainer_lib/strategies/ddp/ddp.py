@@ -21,7 +21,7 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import weight_dtype
 from trainer_lib.strategies.ddp.bucket_message import EXACT, DeviceMessage, HostMessage, Values
-from trainer_lib.strategies.ddp.comm_hooks import CommHook, averaged, hook_factory
+from trainer_lib.strategies.ddp.comm_hooks import CommHook, averaged, new_hook
 from trainer_lib.strategies.ddp.join import Joining
 from trainer_lib.strategies.ddp.param_averaging import average, average_gradients
 from trainer_lib.strategies.single_device import NO_CONTEXT
@@ -35,8 +35,7 @@ class DDP(Strategy):
         self, group: ProcessGroup, device: torch.device, options: DistributedDataParallelKwargs | None = None
     ) -> None:
         super().__init__(group, device, options)
-        self._arguments: dict[str, Any] = {} if options is None else options.to_kwargs()
-        self._new_hook = hook_factory(options)
+        self.options: DistributedDataParallelKwargs | None = options
         self._extra_values: Values | None = None
         self._host_message: HostMessage | None = None
         self._sent: HostMessage | DeviceMessage | None = None  # the message that took the values along
@@ -49,16 +48,21 @@ class DDP(Strategy):
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         device_ids = None if self.device.type == "cpu" else [self.device.index]
+        arguments = {} if self.options is None else self.options.to_kwargs()
         with warnings.catch_warnings(), compiler_defaults():
             # Its announced replacement also broadcasts buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            wrapped = DistributedDataParallel(model, device_ids=device_ids, **self._arguments)
-        hook = self._new_hook()
+            wrapped = DistributedDataParallel(model, device_ids=device_ids, **arguments)
+        hook = new_hook(self.options)
         if hook is averaged:
             self._without_hook.append(wrapped)
         else:
             wrapped.register_comm_hook(_HookState(self, ref(wrapped), hook), _reduce_bucket)
         return wrapped
+
+    def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
+        """Wrap the models that come next with these options."""
+        self.options = options
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside DDP."""
@@ -183,7 +187,7 @@ class DDP(Strategy):
     def average_weights(self, model: nn.Module) -> None:
         """Average trained parameters, and running statistics unless `broadcast_buffers` is off."""
         tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self._arguments.get("broadcast_buffers", True):
+        if self.options is None or self.options.broadcast_buffers:
             tensors += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         average(tensors, self.group)
 
