@@ -238,8 +238,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     trainer(arguments(**auto, max_steps=1), train_dataset=ready).fit()
 
     def hooked() -> None:
-        with pytest.raises(UnsupportedError, match="static_graph"):
-            trainer(arguments(**auto, ddp=DistributedDataParallelKwargs(static_graph=True))).fit()
+        conflicts: list[dict[str, Any]] = [{"static_graph": True}, {"comm_hook": "bf16"}]
+        for option in conflicts:
+            with pytest.raises(UnsupportedError, match=next(iter(option))):
+                trainer(arguments(**auto, ddp=DistributedDataParallelKwargs(**option))).fit()
 
     run_world(hooked, (), 2, timeout=60)
 

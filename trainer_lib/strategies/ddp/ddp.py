@@ -136,7 +136,9 @@ class DDP(Strategy):
 
     def check_local_backwards(self) -> None:
         """Raise if options set how DDP reduces gradients, or need a first backward that is reduced."""
-        conflicts = [name for name in ("comm_hook", "static_graph") if _is_set(self.options, name)]
+        default = DistributedDataParallelKwargs()
+        options = self.options or default
+        conflicts = [n for n in ("comm_hook", "static_graph") if getattr(options, n) != getattr(default, n)]
         if conflicts:
             raise UnsupportedError(
                 f"DistributedDataParallelKwargs({conflicts[0]}=…) sets how DDP reduces gradients, and with the batch "
@@ -287,10 +289,6 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
     named = model.module.named_parameters()
     return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
-
-
-def _is_set(options: Any, name: str) -> bool:
-    return options is not None and name in options.to_kwargs()
 
 
 def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:
