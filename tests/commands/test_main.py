@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,26 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     error_output = capsys.readouterr().err
     assert error_output.startswith("trainer-lib lunch: error: Unknown command 'lunch'. Known: check, checkpoint, ")
     assert error_output.endswith(" Did you mean 'launch'?\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "shown"),
+    [
+        ("trainer_lib.commands.launch", "usage: trainer-lib launch "),
+        ("trainer_lib.commands.accelerate_cli launch", "usage: trainer-lib launch "),
+        ("trainer_lib.commands.env", "usage: trainer-lib env "),
+        ("trainer_lib.commands.estimate", "usage: trainer-lib estimate-memory "),
+        ("trainer_lib.commands.merge", "usage: trainer-lib merge-weights "),
+        ("trainer_lib.commands.test", "usage: trainer-lib test "),
+    ],
+)
+def test_modules_of_commands_run_as_those_of_accelerate_do(module: str, shown: str) -> None:
+    command = [sys.executable, "-m", *module.split(), "--help"]
+    assert shown in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_a_module_launches_and_ends_as_its_script_does(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    command = [sys.executable, "-m", "trainer_lib.commands.launch", "--cpu", "--num_processes", "1", "script.py", "--a"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "['--a']\n")

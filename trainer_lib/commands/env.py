@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,3 +132,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return "".join(f"\n    - {line}" for line in value)
     return f" {value}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -217,3 +217,7 @@ def _count(text: str) -> int:
 
 def _rule(corners: str, widths: Sequence[int]) -> str:
     return corners[0] + corners[1].join("─" * width for width in widths) + corners[2]
+
+
+if __name__ == "__main__":
+    main()
