@@ -50,6 +50,8 @@ def test_a_tracker_written_for_accelerate_works_unchanged() -> None:
     accelerator.log({"loss": torch.tensor(0.5)}, step=1)
     tracker = accelerator.get_tracker("listing")
     assert isinstance(tracker, TrackerHandle)
+    assert isinstance(tracker, Listing)
+    assert not isinstance(tracker, Misbehaving)
     assert tracker.run_name == "mine"
     assert accelerator.get_tracker("listing", unwrap=True) is mine.run
     accelerator.end_training()
@@ -78,6 +80,7 @@ def test_a_tracker_in_another_process_forwards_calls(tmp_path: Path) -> None:
     accelerator.init_trackers("project", init_kwargs={"misbehaving": options})
     tracker = accelerator.get_tracker("misbehaving")
     assert isinstance(tracker, TrackerHandle)
+    assert isinstance(tracker, Misbehaving)
     assert tracker.runs_apart
     tracker.say("hello", times=2)
     tracker.log_images({"batch": torch.zeros(2, 3, 8, 4)}, step=1)

@@ -41,6 +41,11 @@ class TrackerHandle(GeneralTracker):
         self._kind, self.delivery_worker = kind, worker
 
     @property
+    def __class__(self) -> type[GeneralTracker]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The tracker's class, so that `isinstance` says which tracker it is."""
+        return self._kind
+
+    @property
     def tracker(self) -> Any:
         """The backend's object; for a tracker in another process, a proxy that forwards calls."""
         if isinstance(self.delivery_worker.delivery, ChildDelivery):
