@@ -149,6 +149,11 @@ def test_inputs_are_shared_out_in_order() -> None:
     assert parts([]) == [[], []]
 
 
+def test_a_string_is_one_input() -> None:
+    assert parts("a dog") == ["a dog", "a dog"]
+    assert parts("", True) == ["", ""]
+
+
 def test_padding_repeats_the_last_input() -> None:
     assert parts([1, 2, 3, 4, 5], True, num_processes=4) == [[1, 2], [3, 5], [4, 5], [5, 5]]
     assert parts([1, 2, 3, 4], True) == [[1, 2], [3, 4]]

@@ -114,7 +114,8 @@ class ProcessControl:
         """Give each rank its part of `inputs` within a `with` block.
 
         Args:
-            inputs: A list, tuple, tensor, array, dataset with `select`, or a dict of those of one length.
+            inputs: A list, tuple, tensor, array, dataset with `select`, or a dict of those of one length. A string is
+                one input: all ranks get it whole.
             apply_padding: Repeat the last input so that all ranks get the same number.
 
         Example:
@@ -126,6 +127,8 @@ class ProcessControl:
         yield self._part_of(inputs, apply_padding)
 
     def _part_of(self, inputs: Any, apply_padding: bool) -> Any:
+        if isinstance(inputs, (str, bytes)):
+            return inputs
         total = _common_length(inputs)
         rank = self.data_group.rank
         share, rest = divmod(total, self.data_group.size)
