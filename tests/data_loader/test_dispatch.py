@@ -229,3 +229,12 @@ def test_a_dispatcher_made_by_hand_is_the_one_that_is_prepared(split: bool) -> N
     for prepared, made, iteration, skipped, next_epoch in _everywhere(body):
         assert prepared == made == next_epoch
         assert (iteration, skipped) == (3, prepared[1:])
+
+
+@pytest.mark.parametrize("options", [{"dispatch_batches": True}, {"split_batches": True}, {}])
+def test_a_slice_function_that_is_ignored_is_told(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    prepared = prepare_data_loader(
+        _loader("map", 4, 2), slice_fn_for_dispatch=lambda batch, part, **_: batch[part], **options
+    )
+    assert len(list(prepared)) == 2
+    assert "slice_fn_for_dispatch is ignored: no batch is cut" in caplog.text

@@ -15,6 +15,7 @@ from trainer_lib.data_loader.prepared_loader import Delivery, PreparedLoader
 from trainer_lib.data_loader.shard_loader import DataLoaderShard
 from trainer_lib.data_loader.stateful_loader import stateful_kind
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_count
 from trainer_lib.options.enums import RNGType
 from trainer_lib.process_group import LoneProcess, ProcessGroup
@@ -22,6 +23,8 @@ from trainer_lib.state.partial_state import PartialState, is_initialized
 
 if TYPE_CHECKING:
     from trainer_lib.data_loader.dispatch_loader import DataLoaderDispatcher
+
+_logger = get_logger(__name__)
 
 
 def prepare_data_loader(
@@ -79,6 +82,11 @@ def prepare_data_loader(
         ([[2, 3], [1, 2]], None)
     """
     check_preparable(dataloader, torch_device_mesh)
+    if slice_fn_for_dispatch is not None and not (dispatch_batches and split_batches):
+        _logger.warning_once(
+            "slice_fn_for_dispatch is ignored: no batch is cut. It cuts what rank 0 reads for all ranks, with "
+            "dispatch_batches=True and split_batches=True."
+        )
     group, world = _groups(num_processes, process_index)
     split = RankSplit(
         processes=group.size if num_processes is None else num_processes,
