@@ -143,8 +143,14 @@ def test_the_command_converts_a_file(tmp_path: Path) -> None:
     assert yaml.safe_load(file.read_text())["fsdp_config"]["fsdp_version"] == 1
     with pytest.raises(ConfigurationError, match="no file to write to"):
         args.func(parser.parse_args(["--config_file", str(file)]))
+    with pytest.raises(ConfigurationError, match=r"The output file .*new.yaml exists"):
+        args.func(args)
+    result.write_text("")
+    before = file.read_text()
+    args.func(parser.parse_args(["--config_file", str(file), "--output_file", str(result), "--overwrite"]))
+    assert file.read_text() == before
     args.func(parser.parse_args(["--config_file", str(file), "--overwrite"]))
-    assert file.read_text() == result.read_text()
+    assert file.read_text() == result.read_text() != ""
 
 
 @pytest.mark.launch

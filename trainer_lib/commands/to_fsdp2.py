@@ -91,8 +91,8 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     description = "Convert FSDP1's options in a configuration file to those of FSDP2."
     parser = make_parser("to-fsdp2", description, subparsers)
     add_option(parser, "config_file", required=True, help="the file")
-    parser.add_argument("--overwrite", action="store_true", help="write the result into the same file")
-    add_option(parser, "output_file", help="where the result is written to")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file that is written to")
+    add_option(parser, "output_file", help="where the result is written to; with --overwrite, by default the same file")
     parser.set_defaults(func=to_fsdp2_command)
     return parser
 
@@ -112,8 +112,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert the file that the parsed options name."""
     if not args.overwrite and args.output_file is None:
         raise ConfigurationError("There is no file to write to. Give --output_file, or --overwrite.")
+    file = Path(args.config_file if args.output_file is None else args.output_file)
+    if file.exists() and not args.overwrite:
+        raise ConfigurationError(f"The output file {file} exists. Give another --output_file, or --overwrite.")
     converted = convert_config_to_fsdp2(load_config(args.config_file))
-    file = Path(args.config_file if args.overwrite else args.output_file)
     write_text(file, yaml.safe_dump(converted))
     print(f"The configuration for FSDP2 is in {file}.")
 
