@@ -147,7 +147,16 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
             {"adam_beta1": 0.8, "adam_epsilon": 1e-6, "optim": "adamw_torch"},
             "optimizer=\"adamw\", optimizer_kwargs={'betas': [0.8, 0.999], 'eps': 1e-06}",
         ),
-        ({"adafactor": True}, 'optimizer="adafactor"'),
+        (
+            {"adafactor": True},
+            "optimizer=\"transformers.Adafactor\", optimizer_kwargs={'scale_parameter': False, 'relative_step': False}",
+        ),
+        ({"optim": "lion_32bit"}, "optimizer=\"lion_32bit\", optimizer_kwargs={'betas': [0.9, 0.999]}"),
+        ({"optim": "ademamix"}, 'optimizer="ademamix"'),
+        (
+            {"optim": "ademamix_8bit", "adam_beta1": 0.8},
+            "optimizer=\"ademamix_8bit\", optimizer_kwargs={'betas': [0.8, 0.999, 0.9999]}",
+        ),
         ({"load_best_model_at_end": True}, "load_best_at_end=True"),
         ({"metric_for_best_model": "f1"}, 'metric_for_best="eval_f1"'),
         ({"metric_for_best_model": "eval_f1"}, 'metric_for_best="eval_f1"'),
@@ -202,7 +211,9 @@ def test_the_error_gives_ours_with_the_value(options: dict[str, Any], ours: str)
             {"save_steps": 0.1},
             'a fraction of all steps (0.1) is not supported; give a number of steps, save_every="100 steps"',
         ),
-        ({"optim": "galore_adamw"}, "there is no name for 'galore_adamw'; give an optimizer object"),
+        ({"optim": "grokadamw"}, "there is no name for 'grokadamw'; give an optimizer object"),
+        ({"optim": "galore_adamw"}, 'optimizer="galore_adamw" trains all matrices of hidden layers here'),
+        ({"optim": "schedule_free_sgd"}, 'give optimizer="schedule_free_sgd" with lr_scheduler="constant"'),
         ({"lr_scheduler_type": "greedy"}, "there is no schedule 'greedy'; give a schedule object"),
         (
             {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"warmup_type": "cosine"}},

@@ -77,6 +77,27 @@ def test_it_trains_and_evaluates_as_there(tmp_path: Path, processes: int, wanted
             torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion_32bit", "ademamix"])
+def test_an_optimizer_by_name_makes_the_updates_that_it_makes_there(tmp_path: Path, optimizer: str) -> None:
+    if optimizer != "adafactor":
+        pytest.importorskip("bitsandbytes")
+
+    def trainer() -> Any:
+        # A rate at which the order of summation does not change the sign that Lion goes by.
+        options = {"optim": optimizer, "adam_beta1": 0.8, "weight_decay": 0.1, "learning_rate": 1e-3}
+        return theirs(tmp_path, args=their_arguments(tmp_path, **options))
+
+    wanted = trainer()
+    wanted.train()
+    taken = Trainer.from_transformers(trainer())
+    history = taken.fit().history
+    assert steps(history, "loss") == [
+        (step, pytest.approx(value, rel=2e-5)) for step, value in steps(wanted.state.log_history, "loss")
+    ]
+    for name, value in taken.unwrapped_model.state_dict().items():
+        torch.testing.assert_close(value, wanted.model.state_dict()[name], rtol=1e-3, atol=1e-5)
+
+
 def test_what_is_a_callback_here_is_made_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def smoothed() -> Any:
         return theirs(tmp_path, args=their_arguments(tmp_path, label_smoothing_factor=0.2, max_steps=3))

@@ -164,7 +164,7 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
-    "adafactor": "adafactor",
+    "adafactor": "transformers.Adafactor",  # torch's scales each update by the size of the weights
     "sgd": "sgd",
     "adagrad": "adagrad",
     "rmsprop": "rmsprop",
@@ -173,28 +173,41 @@ _OPTIMIZERS = {
         name: name for name in PATHS if not name.startswith(("schedule_free", "galore", "apollo", "muon", "adamw_bf16"))
     },
 }
+# The defaults of the optimizers that transformers hands adam_beta1 and adam_beta2, by a part of their names.
+_BETAS = {"adam": [0.9, 0.999], "ademamix": [0.9, 0.999, 0.9999], "lion": [0.9, 0.99]}
 
 
 @_form("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "adafactor")
 def _optimizer(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-    ours: dict[str, Any] = {}
     name = "adafactor" if arguments.get("adafactor") else str(arguments.get("optim", "adamw_torch"))
     if name not in _OPTIMIZERS:
-        return f"there is no name for {name!r}; give an optimizer object: Trainer(…, optimizer=…)"
-    if "optim" in arguments or arguments.get("adafactor"):
-        ours["optimizer"] = _OPTIMIZERS[name]
-    options: dict[str, Any] = {}
-    # Adam's options have no effect on other optimizers, as in transformers.
-    if "adam" in _OPTIMIZERS[name]:
-        if "adam_beta1" in arguments or "adam_beta2" in arguments:
-            options["betas"] = [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999)]
-        if "adam_epsilon" in arguments:
-            options["eps"] = arguments["adam_epsilon"]
-        if options.get("betas") == [0.9, 0.999]:
-            del options["betas"]
-        if options.get("eps") == 1e-8:
-            del options["eps"]
-    return ours | ({"optimizer_kwargs": options} if options else {})
+        return _no_optimizer(name)
+    named = {"optimizer": _OPTIMIZERS[name]} if "optim" in arguments or arguments.get("adafactor") else {}
+    options = _options_of_optimizer(name, arguments)
+    return named | ({"optimizer_kwargs": options} if options else {})
+
+
+def _no_optimizer(name: str) -> str:
+    if name.startswith("schedule_free"):
+        return (
+            f'give optimizer="{name}" with lr_scheduler="constant"; its warm-up is '
+            'optimizer_kwargs={"warmup_steps": …}'
+        )
+    if name in PATHS:
+        return f'optimizer="{name}" trains all matrices of hidden layers here; give that if you want it'
+    return f"there is no name for {name!r}; give an optimizer object: Trainer(…, optimizer=…)"
+
+
+def _options_of_optimizer(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that transformers hands to an optimizer, where they differ from its defaults."""
+    if name == "adafactor":
+        return {"scale_parameter": False, "relative_step": False}
+    kind = next((kind for kind in _BETAS if kind in name), None)
+    if kind is None:  # Adam's options have no effect on other optimizers, as in transformers
+        return {}
+    betas = [arguments.get("adam_beta1", 0.9), arguments.get("adam_beta2", 0.999), *_BETAS[kind][2:]]
+    eps = 1e-8 if kind == "lion" else arguments.get("adam_epsilon", 1e-8)
+    return ({"betas": betas} if betas != _BETAS[kind] else {}) | ({"eps": eps} if eps != 1e-8 else {})
 
 
 @_form("bf16", "fp16", "fp16_backend", "half_precision_backend")
