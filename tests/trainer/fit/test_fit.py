@@ -333,6 +333,11 @@ class StepsItself(Trainer):
 def test_the_banner_says_what_holds_for_this_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer(arguments(output_dir=tmp_path), callbacks=[Checkpoint(every="4 steps")]).fit()
     assert "a checkpoint every epoch and every 4 steps" in capsys.readouterr().err
+    for keep_best, output in ((1, "a checkpoint at each best evaluation"), (0, "no checkpoints")):
+        args = arguments(output_dir=tmp_path / output, save_every="never", keep_best=keep_best)
+        result = trainer(args, eval_dataset=points(8)).fit()
+        assert f", {output}\n" in capsys.readouterr().err
+        assert bool(result.state.checkpoints) == bool(keep_best)
     StepsItself(network(), arguments(max_steps=1), train_dataset=points()).fit()
     banner = capsys.readouterr().err
     assert banner.startswith("run (not saved)\n")

@@ -104,7 +104,7 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
         ({"save_steps": 1.0}, 'save_every="1 step"'),
         ({"save_strategy": "epoch", "save_steps": 500}, 'save_every="1 epoch"'),
         ({"save_strategy": "steps"}, 'save_every="500 steps"'),
-        ({"save_strategy": "no"}, 'save_every="never"'),
+        ({"save_strategy": "no"}, 'save_every="never", keep_best=0'),
         ({"save_strategy": "best"}, 'save_every="never", keep_best=1'),
         ({"eval_strategy": "epoch"}, 'eval_every="1 epoch"'),
         ({"evaluation_strategy": "steps", "eval_steps": 20}, 'eval_every="20 steps"'),

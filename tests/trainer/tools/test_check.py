@@ -167,6 +167,13 @@ def test_what_is_wrong_is_named(parts: dict[str, Any], stage: str, text: str, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("temporary")
+@pytest.mark.parametrize(("keep_best", "output"), [(1, "up to 4 checkpoints stay"), (0, "no checkpoints")])
+def test_the_best_is_counted_where_nothing_else_is_saved(tmp_path: Path, keep_best: int, output: str) -> None:
+    args = arguments(output_dir=tmp_path / "runs", save_every="never", keep_best=keep_best)
+    assert output in str(trainer(args, eval_dataset=points(16)).check())
+
+
 def test_ranks_come_to_the_same_report(tmp_path: Path) -> None:
     def body() -> Any:
         options: dict[str, Any] = {"eval_dataset": points(16)}

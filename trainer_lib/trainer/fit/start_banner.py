@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer_lib.events import Callback
 from trainer_lib.foundation.duration import Every
 from trainer_lib.options.enums import DynamoBackend
 from trainer_lib.processes.exit_codes import is_interactive
@@ -184,7 +185,13 @@ def _output(context: FitContext) -> str:
     intervals = [context.run.args.save_interval]
     intervals += [callback.save_interval for callback in context.events]
     told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
+    if not told and context.evaluation.interval is not None and any(map(_saves_the_best, context.events)):
+        told = ["at each best evaluation"]
     return f"{context.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
+
+
+def _saves_the_best(callback: Callback) -> bool:
+    return callback.saves_checkpoints and getattr(callback, "keep_best", 0) > 0
 
 
 def _resume(context: FitContext) -> dict[str, str]:

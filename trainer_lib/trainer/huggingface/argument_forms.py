@@ -107,9 +107,10 @@ def _evaluating(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 
 @_form("save_strategy", "save_steps")
 def _saving(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-    if str(arguments.get("save_strategy", "steps")).lower() == "best":
-        return {"save_every": NEVER, "keep_best": 1}  # saves each new best model
-    return _interval(arguments.get("save_strategy", "steps"), arguments.get("save_steps", 500), "save_every")
+    strategy = str(arguments.get("save_strategy", "steps")).lower()
+    if strategy in ("best", "no"):
+        return {"save_every": NEVER, "keep_best": int(strategy == "best")}  # 1 saves each new best model
+    return _interval(strategy, arguments.get("save_steps", 500), "save_every")
 
 
 @_form("metric_for_best_model", "greater_is_better")

@@ -315,7 +315,7 @@ class _Check:
         of_saves = f"{kept} of {saves} checkpoints stay" if saves else f"up to {kept} checkpoints stay"
         words = ["all checkpoints stay" if kept is None else of_saves]
         words[0] += f", {convert_bytes(size)} each" if size else ""
-        if args.save_interval is None:
+        if args.save_interval is None and kept == 0:
             words = ["no checkpoints"]
             total = None if steps is None else _REPORT_PAGE + logs * _HISTORY_LINE
         words.append("run.json, history.jsonl and report.html")
@@ -332,10 +332,13 @@ class _Check:
     def _kept(self, saves: int | None) -> int | None:
         saver = next((each for each in self._trainer.events if each.saves_checkpoints), None)
         newest = getattr(saver, "keep_last", self._trainer.args.keep_last)
+        is_evaluated = self._trainer.parts.evaluation.interval is not None
+        best = getattr(saver, "keep_best", self._trainer.args.keep_best) if is_evaluated else 0
+        if self._trainer.args.save_interval is None and best == 0:
+            return 0
         if newest is None or self._trainer.args.keep_every is not None:
             return saves
-        is_evaluated = self._trainer.parts.evaluation.interval is not None
-        kept = newest + (getattr(saver, "keep_best", self._trainer.args.keep_best) if is_evaluated else 0)
+        kept = newest + best
         return kept if saves is None else min(kept, saves)
 
     def _warn(self) -> None:
