@@ -45,6 +45,47 @@ def test_a_member_of_another_trainer_is_answered_with_ours(name: str, instead: s
     assert refused(lambda: getattr(made, name), UnknownMemberError) == f"Trainer has no attribute {name!r}. {instead}"
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("device", " Use accelerator.device of the Trainer."),
+        ("main_process_first", " Use PartialState().main_process_first()."),
+        ("logging_steps", " TrainingArguments(logging_steps=…) says what Hugging Face's logging_steps is here."),
+        ("lr", " Did you mean 'learning_rate'?"),
+        ("lerning_rate", " Did you mean 'learning_rate'?"),
+        ("zzz", ""),
+    ],
+)
+def test_an_attribute_of_other_arguments_is_answered_with_ours(name: str, instead: str) -> None:
+    made = arguments()
+    assert not hasattr(made, name)
+    assert refused(lambda: getattr(made, name), UnknownMemberError) == (
+        f"TrainingArguments has no attribute {name!r}.{instead}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("logging_steps", 5, 'logging_steps=5 of Hugging Face\'s Trainer is given here as log_every="5 steps".'),
+        ("lerning_rate", 0.1, "no argument 'lerning_rate' (given: 0.1). Did you mean 'learning_rate'?"),
+        ("max_steps", "5", "max_steps must be a whole number of at least 1, got '5'."),
+        ("eval_delay", 2, "eval_delay=2"),
+    ],
+)
+def test_what_is_assigned_to_arguments_is_checked_by_the_trainer(name: str, value: Any, text: str) -> None:
+    args = arguments(eval_every="never")
+    setattr(args, name, value)
+    assert text in refused(lambda: trainer(args), ConfigurationError)
+
+
+def test_an_attribute_of_your_own_and_an_argument_may_be_assigned() -> None:
+    args: Any = arguments()
+    args.task, args.max_steps = "mnist", 2
+    made: Any = trainer(args)
+    assert (made.args.task, made.fit().state.step) == ("mnist", 2)
+
+
 def test_an_error_inside_a_property_stays_itself() -> None:
     class Broken(Trainer):
         @property
@@ -57,6 +98,7 @@ def test_an_error_inside_a_property_stays_itself() -> None:
 
 def test_the_table_names_what_exists() -> None:
     assert set(foreign_names.RENAMED.values()) <= set(settings(TrainingArguments))
+    assert not [name for name in foreign_names.ATTRIBUTES if hasattr(TrainingArguments, name)]
     assert not set(foreign_names.RENAMED) & set(settings(TrainingArguments))
     assert not [name for name in (*foreign_names.MEMBERS, *foreign_names.OVERRIDES) if hasattr(Trainer, name)]
     for instead in foreign_names.OVERRIDES.values():  # a method written as the hint says is accepted

@@ -3,16 +3,16 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from trainer_lib.filesystem.remote_paths import RemotePath
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError
 from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
 from trainer_lib.trainer.arguments.declaration import check_values
-from trainer_lib.trainer.arguments.unknown_names import check_names
+from trainer_lib.trainer.arguments.unknown_names import check_names, missing_attribute
 
 _logger = get_logger(__name__)
 
@@ -34,6 +34,14 @@ class ArgumentsBase(LightDataclass):
     def __post_init__(self) -> None:
         """Check each value."""
         check_values(self)
+
+    if not TYPE_CHECKING:  # type checkers would accept every misspelled name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that names the equivalent of another library's attribute."""
+            if hasattr(type(self), name):  # a property raised AttributeError: raise that error again
+                return object.__getattribute__(self, name)
+            raise UnknownMemberError(missing_attribute(type(self), name))
 
     def to_dict(self, *, unwritable: Unwritable = "refuse") -> dict[str, Any]:
         """Return all arguments as plain values, which `from_dict` reads back.

@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, nearest
-from trainer_lib.trainer.checks.foreign_names import OF_LAUNCHERS
+from trainer_lib.trainer.checks.foreign_names import ATTRIBUTES, OF_LAUNCHERS
 from trainer_lib.trainer.huggingface.argument_conversion import explain, is_foreign, renamed
+
+_NEAR = 0.85
 
 
 def check_names(cls: type, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -23,6 +26,37 @@ def check_names(cls: type, positional: tuple[Any, ...], named: Mapping[str, Any]
     foreign = [name for name in unknown_names if is_foreign(name)]
     if unknown_names:
         raise ConfigurationError("\n".join([*messages, *explain(named, foreign)]))
+
+
+def check_assigned(arguments: Any) -> None:
+    """Raise for attributes set on arguments that are another library's names, or misspelt: they would do nothing.
+
+    Other attributes are yours.
+    """
+    kind = type(arguments)
+    known = [field.name for field in dataclasses.fields(kind)]
+    others = {name: value for name, value in vars(arguments).items() if name not in known and not hasattr(kind, name)}
+    check_names(
+        kind,
+        (),
+        {
+            name: value
+            for name, value in others.items()
+            if is_foreign(name) or renamed(name) or get_close_matches(name, known, n=1, cutoff=_NEAR)
+        },
+    )
+
+
+def missing_attribute(cls: type, name: str) -> str:
+    """Return the message for an attribute that arguments do not have."""
+    message = f"{cls.__name__} has no attribute {name!r}."
+    if name in ATTRIBUTES:
+        return f"{message} Use {ATTRIBUTES[name]}."
+    if is_foreign(name):
+        return f"{message} TrainingArguments({name}=…) says what Hugging Face's {name} is here."
+    closest = renamed(name)
+    known = [field.name for field in dataclasses.fields(cls)]
+    return message + (f" Did you mean {closest!r}?" if closest else did_you_mean(name, known))
 
 
 def _unknown(cls: type, name: str, value: Any, known: list[str]) -> str:

@@ -11,6 +11,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
 from trainer_lib.foundation.signatures import cannot_take, function_name, parameter_names, takes_targets_first
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.arguments.unknown_names import check_assigned
 from trainer_lib.trainer.checks.foreign_calls import check_overrides
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
 from trainer_lib.trainer.huggingface.transformers_kinds import is_transformers_kind
@@ -96,6 +97,8 @@ def checked_arguments(args: Any) -> TrainingArguments:
     if args is None:
         return TrainingArguments()
     if isinstance(args, TrainingArguments):
+        check_assigned(args)
+        TrainingArguments.__post_init__(args)  # values that were assigned since it was made
         return args
     if is_transformers_kind(type(args), "TrainingArguments"):
         return TrainingArguments.from_transformers(args)

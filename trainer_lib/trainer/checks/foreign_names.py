@@ -230,6 +230,24 @@ MEMBERS: dict[str, str] = {
 }
 
 _OPTIMIZER_AND_SCHEDULER = "configure_optimizer(self) and configure_scheduler(self, optimizer, total_steps, name)"
+# Attributes of Hugging Face's arguments that are no arguments, and what to use here.
+ATTRIBUTES: dict[str, str] = {
+    "device": "accelerator.device of the Trainer",
+    "n_gpu": "accelerator.num_processes of the Trainer: each process has one device",
+    "world_size": "accelerator.num_processes of the Trainer",
+    "process_index": "accelerator.process_index of the Trainer",
+    "local_process_index": "accelerator.local_process_index of the Trainer",
+    "local_rank": "accelerator.local_process_index of the Trainer",
+    "parallel_mode": "accelerator.distributed_type of the Trainer",
+    "should_log": "accelerator.is_main_process of the Trainer",
+    "should_save": "accelerator.is_main_process of the Trainer",
+    "main_process_first": "PartialState().main_process_first()",
+    "train_batch_size": "per_device_train_batch_size",
+    "get_process_log_level": "the logging module",
+    "get_warmup_steps": "warmup_steps_for(total_steps)",
+    "to_json_string": "to_dict(), or to_file(path)",
+    "to_sanitized_dict": "to_dict()",
+}
 
 # Methods that subclasses of other trainers override, and what to override here.
 OVERRIDES: dict[str, str] = {
