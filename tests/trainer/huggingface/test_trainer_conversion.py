@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import EarlyStoppingCallback
 
@@ -159,6 +160,11 @@ class Smoothed(transformers.Trainer):
         raise AssertionError
 
 
+class Ordered(transformers.Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        raise AssertionError
+
+
 class Halved(Trainer):
     def compute_loss(self, model: Any, batch: Any) -> Any:
         return model(**batch).loss / 2
@@ -171,6 +177,9 @@ def test_what_a_class_of_its_own_does_has_to_be_said_here(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         halved = Halved.from_transformers(their_trainer)
     assert "Smoothed overrides log, which nothing calls here" in caplog.text
+    ordered = Ordered(model(), their_arguments(tmp_path, max_steps=1), train_dataset=rows())
+    with pytest.raises(ConfigurationError, match=r"overrides _get_train_sampler, .* overrides train_dataloader,"):
+        Trainer.from_transformers(ordered)
     whole = Trainer.from_transformers(
         theirs(tmp_path, args=their_arguments(tmp_path, max_steps=1), train_dataset=rows())
     )
@@ -221,6 +230,66 @@ def test_arguments_are_converted_where_they_are_given(tmp_path: Path, caplog: py
         "1 step",
         False,
     )
+
+
+class Picked(Trainer):
+    """Keeps the most probable tokens, as `preprocess_logits_for_metrics` does there."""
+
+    def evaluation_step(self, model: Any, batch: Any) -> Any:
+        output = super().evaluation_step(model, batch)
+        return dataclasses.replace(output, predictions=output.predictions.argmax(-1))
+
+
+def test_logits_are_picked_by_an_evaluation_step(tmp_path: Path) -> None:
+    def counted(prediction: Any) -> dict[str, float]:
+        tokens, labels = prediction
+        right = tokens[:, :-1] == labels[:, 1:]
+        return {"accuracy": right[labels[:, 1:] != -100].mean(), "tokens": tokens.size}
+
+    their_trainer = theirs(
+        tmp_path, compute_metrics=counted, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)
+    )
+    wanted = their_trainer.evaluate()
+    taken = Picked.from_transformers(their_trainer).evaluate()
+    assert wanted["eval_tokens"] == 7 * 8
+    assert taken == {name: pytest.approx(wanted[name]) for name in ("eval_loss", "eval_accuracy", "eval_tokens")}
+
+
+class Spans(nn.Module):
+    """Finds two ends of a span, as models that answer questions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Linear(4, 6)
+
+    def forward(self, values: Any, start_positions: Any = None, end_positions: Any = None) -> dict[str, Any]:
+        first, last = self.ends(values).split(3, dim=1)
+        loss = nn.functional.cross_entropy(first, start_positions) + nn.functional.cross_entropy(last, end_positions)
+        return {"loss": loss, "start_logits": first, "end_logits": last}
+
+
+def test_outputs_and_labels_of_several_names_are_tuples_in_compute_metrics_as_there(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    def exact(prediction: Any) -> dict[str, float]:
+        (first, last), (first_label, last_label) = prediction.predictions, prediction.label_ids
+        return {"first": (first.argmax(1) == first_label).mean(), "last": (last.argmax(1) == last_label).mean()}
+
+    labels = ["start_positions", "end_positions"]
+    data = Dataset.from_dict(
+        {"values": torch.randn(11, 4).tolist(), **{name: [row % 3 for row in range(11)] for name in labels}}
+    )
+    their_trainer = theirs(
+        tmp_path,
+        model=Spans(),
+        args=their_arguments(tmp_path, label_names=labels),
+        train_dataset=data,
+        eval_dataset=data,
+        compute_metrics=exact,
+    )
+    wanted = their_trainer.evaluate()
+    taken = Trainer.from_transformers(their_trainer).evaluate()
+    assert taken == {name: pytest.approx(wanted[name]) for name in ("eval_loss", "eval_first", "eval_last")}
 
 
 def test_predictions_are_those_there(tmp_path: Path) -> None:

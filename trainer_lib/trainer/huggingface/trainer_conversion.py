@@ -1,7 +1,8 @@
 """Converting a Hugging Face Trainer: its model, arguments, data and callbacks."""
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer_lib.callbacks.label_smoothing import LabelSmoothing
@@ -10,6 +11,7 @@ from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.evaluation.prediction_results import EvaluationPrediction
 from trainer_lib.trainer.huggingface.transformers_kinds import is_transformers_kind
 from trainer_lib.trainer.overridable import is_overridden
 
@@ -24,9 +26,13 @@ _VERBS = {
     "get_train_dataloader": "train_dataloader",
     "get_eval_dataloader": "eval_dataloader",
     "get_test_dataloader": "eval_dataloader",
+    "get_batch_samples": "train_dataloader",
+    "_get_train_sampler": "train_dataloader",
+    "_get_eval_sampler": "eval_dataloader",
     "create_optimizer": "configure_optimizer",
     "create_scheduler": "configure_scheduler",
     "create_optimizer_and_scheduler": "configure_optimizer",
+    "get_decay_parameter_names": "configure_optimizer",
 }
 # Functions given to Hugging Face's Trainer that are called differently here -> the option, the method, and the advice.
 _OTHER_CALLS = {
@@ -35,7 +41,12 @@ _OTHER_CALLS = {
         "compute_loss",
         "loss_fn=…, a function of outputs and targets that returns a mean",
     ),
-    "preprocess_logits_for_metrics": (None, "evaluation_step", "an evaluation_step of your own"),
+    "preprocess_logits_for_metrics": (
+        None,
+        "evaluation_step",
+        "an evaluation_step of your own that returns dataclasses.replace(output, predictions=…), where output is "
+        "super().evaluation_step(model, batch)",
+    ),
     "optimizer_cls_and_kwargs": ("optimizer", "configure_optimizer", "optimizer=…, a function of the parameters"),
 }
 # Hugging Face callbacks that this library replaces: control flow, progress display, saving at a signal.
@@ -69,7 +80,7 @@ def trainer_options(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[
         "eval_dataset": foreign.eval_dataset,
         "collate_fn": foreign.data_collator,
         "processing_class": foreign.processing_class,
-        "compute_metrics": foreign.compute_metrics,
+        "compute_metrics": foreign.compute_metrics and functools.partial(_computed, foreign.compute_metrics),
         "callbacks": [*_callbacks(foreign, args), *changing],
         **_optimizers(foreign, given),
     }
@@ -143,6 +154,12 @@ def _tracker_of(callback: Any) -> str | None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     return next((name for name, kind in INTEGRATION_TO_CALLBACK.items() if type(callback) is kind), None)
+
+
+def _computed(compute_metrics: Callable[[Any], Any], prediction: EvaluationPrediction) -> Any:
+    """Call `compute_metrics` with outputs and labels of several names in tuples, as Hugging Face's Trainer does."""
+    outputs, labels = (tuple(part.values()) if isinstance(part, dict) else part for part in prediction)
+    return compute_metrics(EvaluationPrediction(outputs, labels))
 
 
 def _optimizers(foreign: Any, given: Mapping[str, Any]) -> dict[str, Any]:
