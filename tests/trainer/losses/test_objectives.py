@@ -240,6 +240,42 @@ def test_a_compute_loss_without_a_scalar_tensor_is_an_error(value: Any) -> None:
         own.fit()
 
 
+class Penalized(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        result: Any = super().compute_loss(model, batch)
+        return result.mean + 0.1 * model.layer.weight.square().sum(), result.outputs
+
+
+@pytest.mark.parametrize("cls", [Dividing, Ignoring])
+def test_a_penalty_is_added_to_the_mean_of_the_loss_of_the_model(cls: type[Dividing]) -> None:
+    args = arguments(max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2, shuffle=False)
+    history = Penalized(cls(), args, train_dataset=BATCH).fit().history
+    model = cls()
+    loss = model(**BATCH)["loss"] + 0.1 * model.layer.weight.square().sum()
+    loss.backward()
+    norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    assert history[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert history[0]["grad_norm"] == pytest.approx(norm.norm().item(), rel=1e-6)
+
+
+def test_a_mean_of_no_items_is_zero() -> None:
+    for weight in (0, torch.tensor(0)):
+        assert LossResult(torch.tensor(0.0), weight).mean == 0
+    assert LossResult(torch.tensor(6.0), torch.tensor(1.5)).mean == 4
+    assert LossResult(torch.tensor(6.0)).mean == 6
+
+
+def test_a_result_that_is_taken_for_a_number_is_told() -> None:
+    class Doubled(Trainer):
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            result: Any = super().compute_loss(model, batch)
+            return result * 2
+
+    doubled = Doubled(network(), arguments(max_steps=1), train_dataset=points(8), loss_fn=cross_entropy)
+    with pytest.raises(ConfigurationError, match=r"returned a tuple .* super\(\)\.compute_loss\(…\)\.mean"):
+        doubled.fit()
+
+
 def test_targets_that_are_probabilities_weigh_one_each() -> None:
     outputs, targets = torch.randn(4, 5, 3), torch.rand(4, 5, 3).softmax(1)
     total = summed(nn.CrossEntropyLoss())

@@ -36,6 +36,7 @@ def check_loss(loss: Any, source: str) -> None:
     if not isinstance(loss, Tensor):
         hint = " Return the tensor without calling .item() or float()." if isinstance(loss, (int, float)) else ""
         hint = hint or (" Is a return missing?" if loss is None else "")
+        hint = hint or (" super().compute_loss(…).mean is that of a LossResult." if isinstance(loss, tuple) else "")
         raise ConfigurationError(
             f"{source} returned a {type(loss).__name__} as the loss. Return a scalar tensor.{hint}"
         )

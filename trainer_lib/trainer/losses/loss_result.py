@@ -29,12 +29,21 @@ class LossResult(NamedTuple):
     Example:
         >>> LossResult(torch.tensor(6.0), weight=3)[:2]
         (tensor(6.), 3)
+        >>> LossResult(torch.tensor(6.0), weight=3).mean
+        tensor(2.)
     """
 
     loss: Tensor
     weight: Weight | None = None
     outputs: Any = None
     logs: Mapping[str, float | Tensor] | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over the items, with its graph; 0 without items."""
+        if isinstance(self.weight, Tensor):  # read on the device alone
+            return self.loss / (self.weight + (self.weight == 0))
+        return self.loss / (self.weight or 1)
 
 
 SummedLoss = Callable[[Any, Any], tuple[Tensor, Weight]]
