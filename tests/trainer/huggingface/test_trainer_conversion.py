@@ -78,6 +78,22 @@ def test_it_trains_and_evaluates_as_there(tmp_path: Path, processes: int, wanted
             torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 7}, {"num_train_epochs": 4}])
+def test_a_fraction_of_all_steps_is_an_interval(tmp_path: Path, length: Any) -> None:
+    def trainer() -> Any:
+        options = {**length, "eval_strategy": "steps", "eval_steps": 0.25, "logging_steps": 0.25}
+        return theirs(tmp_path, args=their_arguments(tmp_path, **options))
+
+    wanted = trainer()
+    wanted.train()
+    history = Trainer.from_transformers(trainer()).fit().history
+    for name in ("loss", "eval_loss"):
+        taken = [step for step, _ in steps(history, name)]
+        there = {step for step, _ in steps(wanted.state.log_history, name)}
+        assert taken == sorted(there | {wanted.state.max_steps})  # and at the end, here
+        assert len(taken) == 4
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "lion_32bit", "ademamix"])
 def test_an_optimizer_by_name_makes_the_updates_that_it_makes_there(tmp_path: Path, optimizer: str) -> None:
     if optimizer != "adafactor":

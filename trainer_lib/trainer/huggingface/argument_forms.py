@@ -3,6 +3,7 @@
 Arguments that are neither in this table nor in `foreign_names` have the same name and meaning.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,16 +73,19 @@ for _name, _ours in {
     _rename(_name, _ours)
 
 
-def _interval(strategy: Any, steps: Any, ours: str) -> dict[str, Any] | str:
-    """Return an interval from the two arguments that Hugging Face has for it."""
+def _interval(strategy: Any, steps: Any, arguments: Mapping[str, Any]) -> str:
+    """Return an interval from the two arguments that Hugging Face has for it, and those for the length of the run."""
     strategy = str(strategy).lower()
     if strategy == "no":
-        return {ours: NEVER}
+        return NEVER
     if strategy in ("epoch", "epochs"):
-        return {ours: "1 epoch"}
-    if isinstance(steps, (int, float)) and 0 < steps < 1:
-        return f'a fraction of all steps ({steps:g}) is not supported; give a number of steps, {ours}="100 steps"'
-    return {ours: _steps(steps)}
+        return "1 epoch"
+    if not isinstance(steps, (int, float)) or not 0 < steps < 1:
+        return _steps(steps)
+    if arguments.get("max_steps", -1) > 0:  # a fraction of all steps
+        return _steps(math.ceil(arguments["max_steps"] * steps))
+    epochs = f"{steps * arguments.get('num_train_epochs', 3.0):g}"
+    return f"{epochs} epoch{'' if epochs == '1' else 's'}"
 
 
 def _steps(count: Any) -> str:
@@ -91,18 +95,19 @@ def _steps(count: Any) -> str:
 
 @_form("logging_strategy", "logging_steps")
 def _logging(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-    return _interval(arguments.get("logging_strategy", "steps"), arguments.get("logging_steps", 500), "log_every")
+    strategy, steps = arguments.get("logging_strategy", "steps"), arguments.get("logging_steps", 500)
+    return {"log_every": _interval(strategy, steps, arguments)}
 
 
 @_form("eval_strategy", "eval_steps", "evaluation_strategy", "eval_delay")
 def _evaluating(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     strategy = arguments.get("eval_strategy", arguments.get("evaluation_strategy", "steps"))
     steps = arguments.get("eval_steps")
-    interval = _interval(strategy, 500 if steps is None else steps, "eval_every")
-    if isinstance(interval, str) or not arguments.get("eval_delay") or interval.get("eval_every") == NEVER:
-        return interval
+    interval = _interval(strategy, 500 if steps is None else steps, arguments)
+    if not arguments.get("eval_delay") or interval == NEVER:
+        return {"eval_every": interval}
     unit = "epochs" if str(getattr(strategy, "value", strategy)).lower() == "epoch" else "steps"
-    return {**interval, "eval_delay": f"{arguments['eval_delay']:g} {unit}"}
+    return {"eval_every": interval, "eval_delay": f"{arguments['eval_delay']:g} {unit}"}
 
 
 @_form("save_strategy", "save_steps")
@@ -110,7 +115,7 @@ def _saving(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     strategy = str(arguments.get("save_strategy", "steps")).lower()
     if strategy in ("best", "no"):
         return {"save_every": NEVER, "keep_best": int(strategy == "best")}  # 1 saves each new best model
-    return _interval(strategy, arguments.get("save_steps", 500), "save_every")
+    return {"save_every": _interval(strategy, arguments.get("save_steps", 500), arguments)}
 
 
 @_form("metric_for_best_model", "greater_is_better")
