@@ -8,7 +8,7 @@ import torch
 from tests.checkpointing.test_foreign import language_trainer, texts, the_model
 from tests.checkpointing.third_party.trainers import SAVED_AT, logged, their_state, their_trainer
 from tests.worlds import run_world
-from trainer_lib import Accelerator
+from trainer_lib import Accelerator, ConfigurationError
 
 pytest.importorskip("transformers")
 
@@ -23,6 +23,19 @@ def test_a_checkpoint_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert logged(trainer, SAVED_AT) == pytest.approx(expected, rel=1e-6)
     assert list(expected) == [8, 9, 10]
     assert result.state.step == 10
+
+
+def test_a_search_for_a_run_names_the_newest_checkpoint_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, SAVED_AT):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    newest = tmp_path / "checkpoint-10"
+    trainer = language_trainer(output_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=f"the folder of a run: the newest one here is {newest}\\."):
+        trainer.fit(resume=tmp_path)
+    with caplog.at_level("WARNING"):
+        trainer.fit(resume="auto")
+    assert f"a new run begins. To resume from it, give resume='{newest}'." in caplog.text
 
 
 @pytest.mark.slow

@@ -47,14 +47,25 @@ def checkpoint_at(path: str | AnyPath, argument: str = "resume") -> AnyPath:
         return folder
     newest = read_run(folder, None).newest_checkpoint()
     if newest is None:
-        runs = find_runs(folder)
+        runs, theirs = find_runs(folder), newest_of_transformers(folder)
+        newest_here = runs[-1].run.path if runs else theirs
         raise ConfigurationError(
             f"{argument}={str(path)!r}: there is no checkpoint, nor one in its folder {CHECKPOINTS}. Give a folder "
             f"such as output_dir/RUN_ID/{CHECKPOINTS}/checkpoint-00000100, or the folder of a run"
-            f"{f': the newest one here is {runs[-1].run.path}' if runs else ''}."
+            f"{f': the newest one here is {newest_here}' if newest_here else ''}."
             f"{did_you_mean(path, ('auto', 'extend', 'never')) if argument == 'resume' else ''}"
         )
     return newest
+
+
+def newest_of_transformers(folder: AnyPath) -> AnyPath | None:
+    """Return the newest `checkpoint-N` of Hugging Face's Trainer in a folder; `None` without one."""
+    from trainer_lib.checkpointing.third_party.third_party import TRAINER, library_of
+
+    states = storage_of(folder).states()
+    steps = {state: state.name.removeprefix("checkpoint-") for state in states if state.name.startswith("checkpoint-")}
+    theirs = [state for state, step in steps.items() if step.isdecimal() and library_of(state) == TRAINER]
+    return max(theirs, key=lambda state: int(steps[state]), default=None)
 
 
 @frozen_dataclass
@@ -182,7 +193,7 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerpri
         point = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
         notes.append(_describe_rebuilt(found, unfinished[-1]))
     else:
-        notes.append(describe_other_runs(found, fingerprint))
+        notes += [describe_other_runs(found, fingerprint), _describe_checkpoint_of_transformers(root, resume)]
     return replace(point, notes=tuple(note for note in notes if note is not None))
 
 
@@ -198,6 +209,17 @@ def _describe_unfinished(unfinished: list[RunFolder]) -> str | None:
     if not unfinished:
         return None
     return f'The run {unfinished[-1].path} is not finished. This is a new one; resume="auto" would resume that one.'
+
+
+def _describe_checkpoint_of_transformers(root: AnyPath, resume: str) -> str | None:
+    """Return the warning for checkpoints of Hugging Face's Trainer in the folder of the runs."""
+    newest = newest_of_transformers(root)
+    if newest is None:
+        return None
+    return (
+        f"{newest} is a checkpoint of Hugging Face's Trainer, and resume={resume!r} looks for runs of this library: a "
+        f"new run begins. To resume from it, give resume={str(newest)!r}."
+    )
 
 
 def _describe_rebuilt(found: list[FoundRun], run: RunFolder) -> str | None:
