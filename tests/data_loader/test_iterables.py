@@ -265,6 +265,87 @@ def test_a_bookmark_holds_the_random_numbers_too() -> None:
     assert resumed.dataset.reads < 400 - 100
 
 
+class OwnGenerators(IterableDataset[Any]):
+    """A dataset that draws its order, and numbers on its way, from generators of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.python, self.numpy, self.old = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.in_torch = torch.Generator().manual_seed(1)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in torch.randperm(self.size, generator=self.in_torch).tolist():
+            yield number, self.python.random(), self.numpy.random(), self.old.random()
+
+
+class Around(IterableDataset[Any]):
+    """A dataset of datasets inside."""
+
+    def __init__(self, *datasets: IterableDataset[Any]) -> None:
+        self.datasets = list(datasets)
+
+    def __iter__(self) -> Iterator[Any]:
+        for dataset in self.datasets:
+            yield from dataset
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("done", [0, 2, 6, 7, 9])
+def test_a_resumed_dataset_draws_the_same_from_generators_of_its_own(done: int, nested: bool) -> None:
+    def prepared() -> Any:
+        dataset = Around(Stream(2), OwnGenerators(19)) if nested else OwnGenerators(21)
+        return prepare_data_loader(DataLoader(dataset, 3, collate_fn=list), num_processes=1, process_index=0)
+
+    def passes(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    loader, resumed = prepared(), prepared()
+    run = passes(loader)
+    list(islice(run, done))
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed.load_state_dict(state)
+    assert list(islice(passes(resumed), 15)) == list(islice(run, 15))
+
+
+def test_a_state_from_before_a_datasets_generators_were_saved_is_loaded() -> None:
+    def prepared() -> Any:
+        return prepare_data_loader(DataLoader(OwnGenerators(21), 3), num_processes=1, process_index=0)
+
+    loader, resumed = prepared(), prepared()
+    next(iter(loader))
+    state = loader.state_dict()
+    del state["sample_generators"]
+    state["start"]["own"] = []
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == 6
+
+
+class Recalling(Keeping):
+    """One that knows its position, and not what its generator has drawn."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.numpy = np.random.default_rng(1)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            yield number + 1000 * int(self.numpy.integers(10))
+
+
+def test_a_bookmark_holds_a_datasets_own_generators_too() -> None:
+    def prepared() -> Any:
+        return prepare_data_loader(DataLoader(Recalling(400), 4), num_processes=1, process_index=0)
+
+    loader, resumed = prepared(), prepared()
+    run = iter(loader)
+    list(islice(run, 50))
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed.load_state_dict(state)
+    assert read(resumed) == [batch.tolist() for batch in run]
+    assert resumed.dataset.reads < 400 - 100
+
+
 @pytest.mark.parametrize(
     ("num_workers", "keeps"),
     [

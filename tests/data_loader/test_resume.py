@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, Sampler, Subset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.data_loader.reference import (
@@ -452,3 +452,38 @@ def test_without_workers_even_random_numbers_go_on_bitwise(kind: str) -> None:
         for restore, saved in zip(restores, generators, strict=True):
             restore(saved)
         assert list(islice(training(resumed), 9)) == rest
+
+
+class OwnNoise(Numbers):
+    """Samples with random numbers from generators that the dataset holds."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.python, self.numpy, self.old = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+        self.in_torch = torch.Generator().manual_seed(1)
+
+    def __getitem__(self, index: int) -> Any:
+        in_torch = torch.rand((), generator=self.in_torch).item()
+        return index, self.python.random(), self.numpy.random(), self.old.random(), in_torch
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_resumed_dataset_draws_the_same_from_generators_of_its_own(inside: bool) -> None:
+    def prepared() -> Any:
+        dataset: Any = OwnNoise(SIZE)
+        if inside:
+            dataset = ConcatDataset([Numbers(0), Subset(dataset, range(SIZE))])
+        generator = torch.Generator().manual_seed(2)
+        return worlds(DataLoader(dataset, 3, shuffle=True, generator=generator, collate_fn=list), 1)[0]
+
+    def passes(loader: Any) -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    for done in (0, 2, 6, 7, 9):
+        loader, between, resumed = prepared(), prepared(), prepared()
+        run = passes(loader)
+        list(islice(run, done))
+        between.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+        resumed.load_state_dict(between.state_dict())  # saved again before anything was read
+        assert list(islice(passes(resumed), 9)) == list(islice(run, 9))

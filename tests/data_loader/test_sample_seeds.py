@@ -27,6 +27,19 @@ class Augmented(Dataset[Any]):
         return index, random.random(), np.random.normal(), torch.rand(()).item()
 
 
+class OwnGenerators(Augmented):
+    """Samples with random numbers of generators that the dataset holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numpy, self.python = np.random.default_rng(1), random.Random(1)
+        self.old, self.in_torch = np.random.RandomState(1), torch.Generator().manual_seed(1)
+
+    def __getitem__(self, index: Any) -> Any:
+        in_torch = torch.rand((), generator=self.in_torch).item()
+        return index, self.numpy.random(), self.python.random(), self.old.random(), in_torch
+
+
 class ByBatch(Augmented):
     """The same, with a way of its own to several samples."""
 
@@ -73,6 +86,17 @@ def test_so_it_is_after_a_resume(num_workers: int) -> None:
     rest = _drawn(resumed)
     assert rest == {index: second[index] for index in rest}
     assert len(rest) == SIZE - len(seen)
+
+
+def test_generators_that_a_dataset_holds_are_seeded_too() -> None:
+    (alone,) = _prepared(dataset=OwnGenerators())
+    first, second = _drawn(alone), _drawn(alone)
+    assert len({number for drawn in (*first.values(), *second.values()) for number in drawn}) == 2 * SIZE * 4
+    for others in (
+        _prepared(5, dataset=OwnGenerators(), processes=2),
+        _prepared(dataset=OwnGenerators(), num_workers=2),
+    ):
+        assert [_drawn(*others), _drawn(*others)] == [first, second]
 
 
 def test_another_seed_draws_other_numbers() -> None:

@@ -27,6 +27,8 @@ from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.options.enums import RNGType
 from trainer_lib.state.gradient_state import GradientState, Rows
 
+_LATER_ENTRIES = ("low_memory_shuffle", "start", "sample_generators")  # that states of earlier versions do not have
+
 
 @frozen_dataclass(kw_only=True, eq=False)
 class Delivery:
@@ -364,7 +366,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             start = EpochStart(own=self._states_between(place), seeds_workers=seeds_workers)
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
         order = {"low_memory_shuffle": self._reader.low_memory, "start": start.state_dict()}
-        return {**position, **order, **self._reader.facts(), "bookmark": place.bookmark}
+        samples = {"sample_generators": self._reader.sample_generator_states()}
+        return {**position, **order, **samples, **self._reader.facts(), "bookmark": place.bookmark}
 
     @property
     def data_seed(self) -> int:
@@ -402,7 +405,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
                     f"This state was saved by a loader with {name} {saved!r}, and this loader has {name} {current!r}. "
                     "Load it into a loader over the same kind of dataset."
                 )
-        missing = [name for name in self.state_dict() if name not in (*state_dict, "low_memory_shuffle", "start")]
+        missing = [name for name in self.state_dict() if name not in (*state_dict, *_LATER_ENTRIES)]
         if missing:
             raise StateError(
                 f"This is not the state of a prepared loader: {', '.join(missing)} is missing. Pass what its "
@@ -412,6 +415,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         # States without this entry are of orders that are computed from seed and epoch.
         self._reader.use_low_memory(state_dict.get("low_memory_shuffle", True))
         self._seed = state_dict["seed"]
+        self._reader.load_sample_generators(state_dict.get("sample_generators", []))
         start, position = self._loaded_start(state_dict), state_dict["position"]
         if start is not None and not position:
             self._reader.continue_after(start)
@@ -422,12 +426,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if self._reader.low_memory:
             return None
         start = EpochStart.from_state_dict(state["start"])
+        if (
+            "sample_generators" not in state and self._reader.style == "iterable"
+        ):  # saved when of a dataset's generators only `generator` was
+            start = replace(start, own=[*start.own, *self._reader.generator_states()[len(start.own) :]])
         saved, current = len(start.own), len(self._reader.generator_states())
         if saved != current:
             raise StateError(
-                f"This state was saved by a loader with {saved} random generators (its own and its sampler's), and "
-                f"this loader has {current}: the order would differ. Pass a generator to the loader and to its sampler "
-                "as before."
+                f"This state was saved by a loader with {saved} random generators (its own, its sampler's and its "
+                f"iterable dataset's), and this loader has {current}: the order would differ. Pass a generator to the "
+                "loader, its sampler and its dataset as before."
             )
         return start
 

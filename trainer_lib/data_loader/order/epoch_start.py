@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer_lib.data_loader.order.data_rng import (
     GLOBAL_GENERATORS,
@@ -137,12 +137,31 @@ class EpochStream:
 
 def generators_of(sampler: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
     """Return the random generators that a sampler and the samplers inside it hold."""
+    return _generators_in(sampler, Sampler, outer)
+
+
+def generators_of_dataset(dataset: Any) -> list[Any]:
+    """Return the random generators that a dataset and the datasets inside it hold.
+
+    Example:
+        >>> from torch.utils.data import ConcatDataset, TensorDataset
+        >>> parts = [TensorDataset(torch.zeros(2)), TensorDataset(torch.ones(2))]
+        >>> parts[1].rng = random.Random(0)
+        >>> generators_of_dataset(ConcatDataset(parts)) == [parts[1].rng]
+        True
+    """
+    return unique(_generators_in(dataset, Dataset, ()))
+
+
+def _generators_in(holder: Any, kind: type, outer: tuple[Any, ...]) -> list[Any]:
     found: list[Any] = []
-    for value in cast("dict[str, Any]", getattr(sampler, "__dict__", {})).values():
-        if isinstance(value, generator_types()):
-            found.append(value)
-        elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
-            found += generators_of(value, (*outer, sampler))
+    for attribute in cast("dict[str, Any]", getattr(holder, "__dict__", {})).values():
+        is_list = kind is Dataset and type(attribute) in (list, tuple)  # of datasets, such as those of ConcatDataset
+        for value in attribute if is_list and attribute and isinstance(attribute[0], kind) else (attribute,):
+            if isinstance(value, generator_types()):
+                found.append(value)
+            elif isinstance(value, kind) and not any(value is other for other in (*outer, holder)):
+                found += _generators_in(value, kind, (*outer, holder))
     return found
 
 
@@ -205,6 +224,16 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate((state[0], tuple(state[1]), state[2]))
     else:
         generator.set_state(state)
+
+
+def reseed(generator: Any, seed: int) -> None:
+    """Set a generator to the start of the numbers that follow from `seed`."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state  # type: ignore[call-arg]
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
 
 
 def _plain(state: Any) -> Any:

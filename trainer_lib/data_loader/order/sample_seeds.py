@@ -11,12 +11,13 @@ import torch
 from torch.utils.data import get_worker_info
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
+from trainer_lib.data_loader.order.epoch_start import generators_of_dataset, reseed
 
 _64_BITS = (1 << 64) - 1
 
 
 class SeededSamples:
-    """A map-style dataset that seeds the generators before each sample.
+    """A map-style dataset that seeds the generators before each sample: the global ones and those that it holds.
 
     Its keys are those of `SeededKeys`: they carry the seed of the pass, also to workers that persist over several
     passes. Reading or setting an attribute reads or sets it on the dataset inside.
@@ -26,6 +27,7 @@ class SeededSamples:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._held = generators_of_dataset(dataset)
         # In a worker only samples draw from the generators; in the main process training does.
         self._stream = RandomStream(0)
 
@@ -48,7 +50,10 @@ class SeededSamples:
 
     def _sample(self, key: Any) -> Any:
         seed, index = key
-        _seed_generators(_mixed(seed, index))
+        mixed = _mixed(seed, index)
+        _seed_generators(mixed)
+        for number, generator in enumerate(self._held, 1):
+            reseed(generator, (mixed + number) & _64_BITS)
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         # As torch fetches it: some datasets read several samples faster.
         return self.dataset[index] if fetch is None or isinstance(index, list) else fetch([index])[0]
@@ -61,7 +66,7 @@ class SeededSamples:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the dataset, unless it is one of this class."""
-        if name in ("dataset", "_stream"):
+        if name in ("dataset", "_held", "_stream"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.dataset, name, value)

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_lib.data_loader.order.data_rng import GLOBAL_GENERATORS
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
-from trainer_lib.data_loader.order.epoch_start import EpochStream
+from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, unique
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
@@ -55,6 +55,9 @@ class IterableReader(Reader):
         self._is_batched = loader.batch_sampler is not None
         self.unit = "samples" if self._is_batched else "batches"
         self._bookmarks: deque[dict[str, Any]] = deque(maxlen=2)
+        generator = getattr(loader.dataset, "generator", None)
+        named = [generator] if isinstance(generator, torch.Generator) else []
+        self._held = unique([*named, *generators_of_dataset(loader.dataset)])
         self._install(loader.dataset, loader.collate_fn)
 
     @property
@@ -138,9 +141,8 @@ class IterableReader(Reader):
 
     @property
     def order_generators(self) -> list[Any]:
-        """The generator that the dataset holds, if it has one."""
-        generator = getattr(self.attribute("dataset"), "generator", None)
-        return [generator] if isinstance(generator, torch.Generator) else []
+        """The generators that the dataset and datasets inside it hold when the loader is prepared."""
+        return self._held
 
     @property
     def draws_from(self) -> tuple[str, ...]:

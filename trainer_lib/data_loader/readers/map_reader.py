@@ -12,7 +12,14 @@ from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, 
 from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, with_row_counts
 from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard
 from trainer_lib.data_loader.order.epoch_order import ComputedOrder, announce_epoch, with_samplers
-from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, generators_of, set_state, state_of
+from trainer_lib.data_loader.order.epoch_start import (
+    EpochStart,
+    EpochStream,
+    generators_of,
+    generators_of_dataset,
+    set_state,
+    state_of,
+)
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
@@ -56,6 +63,7 @@ class MapReader(Reader):
         self._quarantine: Quarantine | None = None
         self._use(shard)
         self.use_low_memory(low_memory)
+        self._held = generators_of_dataset(loader.dataset)
         self._samples = GuardedSamples(
             SeededSamples(loader.dataset) if seeds_samples else loader.dataset, seeds_samples
         )
@@ -113,6 +121,8 @@ class MapReader(Reader):
         keys = place.consumed, self.rank
         stream = self._begin(place, seed, keys, as_torch=not any(keys))
         self.set_epoch(place.epoch)
+        if self._loaded_samples:
+            self._restore_sample_generators()
         if self._keys is not None:
             self._keys.enter(seed, place.epoch)
         if not self.iterates_itself:
@@ -131,6 +141,14 @@ class MapReader(Reader):
     def draws_from(self) -> tuple[str, ...]:
         """The global generators that the order may draw from, by name."""
         return self._shard.order.draws_from
+
+    @property
+    def sample_generators(self) -> list[Any]:
+        """The generators that the user's dataset holds and only samples draw from."""
+        if not self._held:
+            return []
+        of_order = {id(generator) for generator in self._generators}
+        return [generator for generator in self._held if id(generator) not in of_order]
 
     def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:
         return self._shard.order.open(start, stream, self.users_generator)

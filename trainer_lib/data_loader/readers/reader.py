@@ -43,6 +43,7 @@ class Reader(ABC):
         self.rank = rank
         self._replaced: dict[str, Any] = {}
         self._read_by: ref[Any] | None = None
+        self._loaded_samples: list[Any] = []
         self._worker_seeds = WorkerSeeds()
         self.swap("generator", self._worker_seeds.generator)
         self._worker_init = WorkerInit(loader.worker_init_fn)
@@ -144,6 +145,25 @@ class Reader(ABC):
     @abstractmethod
     def draws_from(self) -> tuple[str, ...]:
         """The global generators that the order may draw from, by name."""
+
+    @property
+    def sample_generators(self) -> list[Any]:
+        """The generators that the user's dataset holds and only samples draw from, in this process."""
+        return []
+
+    def sample_generator_states(self) -> list[Any]:
+        """Return the states of the generators that only samples draw from."""
+        return self._loaded_samples or [state_of(generator) for generator in self.sample_generators]
+
+    def load_sample_generators(self, states: list[Any]) -> None:
+        """Start the next epoch with the dataset's own generators in these states."""
+        self._loaded_samples = states
+
+    def _restore_sample_generators(self) -> None:
+        states, self._loaded_samples = self._loaded_samples, []
+        if len(states) == len(self.sample_generators):  # otherwise it is another dataset, or draws in another way
+            for generator, state in zip(self.sample_generators, states, strict=True):
+                set_state(generator, state)
 
     @property
     def agrees_on_start(self) -> bool:

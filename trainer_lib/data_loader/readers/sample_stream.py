@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
 from trainer_lib.data_loader.order.data_rng import RandomStream
-from trainer_lib.data_loader.order.epoch_start import EpochStream
+from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, set_state, state_of
 
 _DRAWS_PER_BOOKMARK = 16  # a state may cost as much as reading a batch, so not every batch has one
 _CHUNK = 1024  # samples skipped at once
@@ -48,12 +48,17 @@ class SampleStream:
         self._iterator: Any = None
         self._draws = 0
         self._keeps_place = keeps_place(dataset)
+        self._held = generators_of_dataset(dataset) if self._keeps_place else []
         # Two, since the newer one may be ahead of the current batch.
         self._bookmarks: deque[Bookmark] = deque(maxlen=2)
 
     def start(self, position: int, bookmark: Bookmark | None = None) -> None:
         """Go to `position`: from a bookmark before it if there is one, otherwise by reading from the start."""
         if bookmark is not None:
+            states = bookmark.get("generators", [])
+            if len(states) == len(self._held):
+                for generator, state in zip(self._held, states, strict=True):
+                    set_state(generator, state)
             self._dataset.load_state_dict(bookmark["dataset"])
             self.position = bookmark["position"]
             self._entered_by_bookmark = True
@@ -109,7 +114,12 @@ class SampleStream:
 
     def _bookmark(self) -> Bookmark:
         randomness = None if self._randomness is None else self._randomness.state_dict()
-        return {"position": self.position, "dataset": self._dataset.state_dict(), "randomness": randomness}
+        return {
+            "position": self.position,
+            "dataset": self._dataset.state_dict(),
+            "randomness": randomness,
+            "generators": [state_of(generator) for generator in self._held],
+        }
 
 
 def keeps_place(dataset: Any) -> bool:
