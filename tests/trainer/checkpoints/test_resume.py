@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.faults.injuries import spoil
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
-from trainer_lib import Accelerator, ConfigurationError, StateError, Trainer, UnsupportedError
+from trainer_lib import Accelerator, Callback, ConfigurationError, Run, StateError, Trainer, UnsupportedError
 from trainer_lib.callbacks import EMA, EarlyStopping
 from trainer_lib.trainer.result import FitResult
 
@@ -197,6 +198,33 @@ def test_a_run_resumes_from_the_path_of_its_folder_or_of_a_checkpoint(tmp_path: 
     (folder,) = (tmp_path / "parts").iterdir()
     assert run(tmp_path / "parts", {}, points(), resume=str(folder)) == whole
     assert run(tmp_path / "other", {}, points(), resume=str(folder / "checkpoints" / "checkpoint-00000014")) == whole
+
+
+class ChangesFolder(Callback):
+    """Changes the program's current directory while it trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, run: Run) -> None:
+        os.chdir(self.folder)
+
+
+@pytest.mark.parametrize("resume", ["auto", "by path"])
+def test_a_run_in_a_relative_folder_resumes_while_the_current_directory_changes(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    run(Path("runs"), {}, points(), dies_at=5)
+    (folder,) = Path("runs").iterdir()
+    args = arguments(output_dir="runs", resume=resume if resume == "auto" else str(folder), save_every=2)
+    result = trainer(args, train_dataset=points(), callbacks=[ChangesFolder(elsewhere)]).fit()
+    assert result.state.status == "finished"
+    assert result.last_checkpoint is not None
+    assert result.last_checkpoint.parent == tmp_path / folder / "checkpoints"
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_folder_of_runs_names_the_newest_run(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerpri
     from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, final_checkpoint, is_finished
 
     _check_writable(root)
-    found = find_runs(root)
+    found = find_runs(root.absolute())  # the program may change its current directory while it trains
     number = 1 + max((candidate.run.facts.get("number", 0) for candidate in found), default=0)
     if checkpoint is not None:
         run = _continued(checkpoint, root, fingerprint)
