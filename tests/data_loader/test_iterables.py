@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data_loader.reference import Stream, handed, read, read_all, worlds
+from tests.data_loader.reference import SizedStream, Stream, handed, read, read_all, worlds
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, StateError
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
@@ -319,6 +319,35 @@ def test_a_state_from_before_a_datasets_generators_were_saved_is_loaded() -> Non
     state["start"]["own"] = []
     resumed.load_state_dict(state)
     assert len(list(resumed)) == 6
+
+
+class Understated(SizedStream):
+    """A stream with a length that was divided by the number of ranks."""
+
+    def __len__(self) -> int:
+        return self.size // 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_dataset_longer_than_its_length_is_warned_of(
+    num_workers: int, breaks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = prepare_data_loader(DataLoader(Understated(24), 2, num_workers=num_workers), num_processes=1)
+    for _ in range(2):
+        for number, _batch in enumerate(loader):
+            if breaks and number == 6:
+                break
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("Understated yields more samples than its __len__ says: 6, and at least ")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_dataset_as_long_as_its_length_is_not_warned_of(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    for size in range(1, 12):
+        for loader in worlds(DataLoader(SizedStream(size), 2, num_workers=num_workers), 2):
+            list(loader)
+    assert caplog.records == []
 
 
 class Recalling(Keeping):

@@ -126,6 +126,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             # Also if a break or an exception ends the loop, which closes this generator.
             GradientState().remove_dataloader(self)
             self._progress.leave()
+            self._reader.check_read(reading)
             self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
 
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:

@@ -20,8 +20,11 @@ from trainer_lib.data_loader.readers.reader import Reader, look_ahead
 from trainer_lib.data_loader.readers.row_batches import faster_collate
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
+from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
+
+_logger = get_logger(__name__)
 
 _BATCHES_PER_BOOKMARK = 16
 
@@ -39,6 +42,7 @@ class IterableReader(Reader):
     """
 
     style = "iterable"
+    _has_warned = False
 
     def __init__(
         self,
@@ -206,6 +210,21 @@ class IterableReader(Reader):
                 f"{self.step} now; with num_workers={now} the order of an iterable dataset depends on it. Keep batch "
                 "size times world size, or set num_workers to 0 or 1."
             )
+
+    def check_read(self, reading: Pass) -> None:
+        """Warn, once, if a pass was longer than the length of the dataset."""
+        dataset, partial_rounds = self.attribute("dataset"), max(1, self.loader.num_workers)
+        length = length_of(dataset)
+        read = reading.consumed - partial_rounds * self.step  # each worker may have ended with an incomplete round
+        if length is None or read < length or self._has_warned:
+            return
+        self._has_warned = True
+        _logger.warning(
+            "%s yields more %s than its __len__ says: %d, and at least %d were read in a pass. The length of an epoch, "
+            "schedules and the end of training follow from __len__, so part of the data may never be read. Return the "
+            "number of all %s, for all ranks and workers together, or leave __len__ out.",
+            *(type(dataset).__name__, self.unit, length, read + 1, self.unit),
+        )
 
     def bookmark_before(self, position: int) -> Any:
         """Return the newest bookmark of the current pass before a position, or `None`."""

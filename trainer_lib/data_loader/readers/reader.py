@@ -192,6 +192,9 @@ class Reader(ABC):
         """Give back what was drawn from generators for batches that a pass, left before its end, did not come to."""
         del seed, reading
 
+    def check_read(self, reading: Pass) -> None:  # noqa: B027 - an index is never beyond the length
+        """Warn if a pass, of which no more is read, was longer than the length of the dataset."""
+
     def generator_states_after(self, seed: int, reading: Pass) -> list[Any]:
         """Return the states that generators have when a pass is read to its end, whose last batch is in hand."""
         del seed, reading
