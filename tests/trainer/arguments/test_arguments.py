@@ -155,9 +155,9 @@ def test_amounts_are_finite_and_positive(name: str, value: Any) -> None:
         ({"metric_for_best": "eval_joy"}, "cannot be inferred from the name of the metric 'eval_joy'"),
         ({"sample_weights": "abc"}, "sample_weights must be finite numbers of at least 0, one for each sample"),
         ({"sample_weights": []}, "sample_weights must be finite numbers"),
-        ({"sample_weights": [0.0, 0.0]}, "and not all 0, got [0.0, 0.0]."),
+        ({"sample_weights": [0.0, 0.0]}, "and not all 0, got 2 of them that are 0."),
         ({"sample_weights": [1.0, -1.0]}, "sample_weights must be finite numbers"),
-        ({"sample_weights": [1.0, math.nan, 1, 1, 1, 1]}, "got [1.0, nan, 1, Ellipsis]."),
+        ({"sample_weights": [1.0, math.nan, 1, 1, 1, 1]}, "got nan for sample 1."),
     ],
 )
 def test_errors_name_the_value_and_what_is_allowed(values: dict[str, Any], message: str) -> None:

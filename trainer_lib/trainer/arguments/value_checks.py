@@ -575,15 +575,24 @@ def reports(name: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+_WEIGHTS = "finite numbers of at least 0, one for each sample and not all 0"
+
+
 def weights(name: str, value: Any) -> list[float]:
     """One weight for each sample."""
     if not isinstance(value, (str, bytes, Mapping)) and hasattr(value, "tolist"):
         value = value.tolist()  # a tensor or an array
     is_sequence = not isinstance(value, (str, bytes, Mapping)) and isinstance(value, Iterable)
     kept = list(value) if is_sequence else []
-    numbers = [exact for weight in kept if (exact := _number(weight)) is not None and 0 <= exact < math.inf]
-    if len(numbers) != len(kept) or not any(numbers):
-        raise _refusal(name, _short(value), "finite numbers of at least 0, one for each sample and not all 0")
+    numbers: list[float] = []
+    for index, weight in enumerate(kept):
+        exact = _number(weight)
+        if exact is None or not 0 <= exact < math.inf:
+            raise ConfigurationError(f"{name} must be {_WEIGHTS}, got {shown(weight)} for sample {index}.")
+        numbers.append(exact)
+    if not any(numbers):
+        got = f"{len(kept)} of them that are 0" if kept else shown(value)
+        raise ConfigurationError(f"{name} must be {_WEIGHTS}, got {got}.")
     return numbers
 
 
@@ -621,10 +630,6 @@ def _lists(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_lists(item) for item in value]
     return {key: _lists(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _short(value: Any) -> Any:
-    return [*value[:3], ...] if isinstance(value, (list, tuple)) and len(value) > 4 else value
 
 
 _BY_TYPE: dict[Any, Check] = {
