@@ -54,7 +54,7 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": torch.cat([torch.tensor([-100]), row[1:]])} for row in tokens]
 
 
-def language_trainer(**options: Any) -> Trainer:
+def language_trainer(*, is_evaluated: bool = False, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
         "num_train_epochs": 2,
         "per_device_train_batch_size": 4,
@@ -68,7 +68,8 @@ def language_trainer(**options: Any) -> Trainer:
         "log_every": 1,
         "progress_bar": False,
     }
-    return Trainer(language_model(), TrainingArguments(**{**defaults, **options}), train_dataset=texts())
+    data: dict[str, Any] = {"train_dataset": texts(), "eval_dataset": texts() if is_evaluated else None}
+    return Trainer(language_model(), TrainingArguments(**{**defaults, **options}), **data)
 
 
 def the_model(first: Trainer) -> nn.Module:
@@ -154,7 +155,10 @@ def test_its_optimizer_is_that_of_other_groups_too(tmp_path: Path, caplog: pytes
     [
         ({"optimizer": "sgd"}, r"imported optimizer state has .*betas.*, which this SGD does not have"),
         ({"optimizer": "rmsprop", "optimizer_kwargs": {"foreach": False}}, "this RMSprop does not have"),
-        ({"lr_scheduler": "plateau"}, r"The imported schedule state has .*lr_lambdas.*--without scheduler"),
+        (
+            {"lr_scheduler": "plateau", "is_evaluated": True},
+            r"The imported schedule state has .*lr_lambdas.*--without scheduler",
+        ),
     ],
 )
 def test_a_state_of_another_class_raises(tmp_path: Path, options: dict[str, Any], words: str) -> None:

@@ -54,18 +54,28 @@ class CountsInSecret(nn.Module):
         return self.layer(x) * (1 + self.calls)
 
 
+class Noise:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, row: Any) -> Any:
+        return row + float(self.generator.random())
+
+
 class OwnGenerator(Dataset[Any]):
-    """A dataset that draws from a generator that no checkpoint holds."""
+    """A dataset whose transform draws from a generator that no checkpoint holds."""
 
     def __init__(self) -> None:
         self.inputs, self.sides = points()
-        self.generator = np.random.default_rng(0)
+        self.transform = Noise()
 
     def __len__(self) -> int:
         return len(self.sides)
 
     def __getitem__(self, index: int) -> Any:
-        return self.inputs[index] + float(self.generator.random()), self.sides[index]
+        return self.transform(self.inputs[index]), self.sides[index]
 
 
 class GoesOnReading(IterableDataset[Any]):
