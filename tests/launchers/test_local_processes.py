@@ -240,7 +240,7 @@ def paths() -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": PYTHON_PATH}
 
 
-ASK = "from trainer_lib.foundation.torch_build import has_no_accelerators; print(has_no_accelerators())"
+ASK = "from trainer_lib.launchers.local.torch_build import has_no_accelerators; print(has_no_accelerators())"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.torch_build import has_no_accelerators
+from trainer_lib.launchers.local.torch_build import has_no_accelerators
 from trainer_lib.options.enums import DistributedType
 
 # A launcher for the CPU does without torch, so functions import it where it is needed.

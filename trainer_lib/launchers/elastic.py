@@ -178,8 +178,8 @@ class _Agent(_TorchAgent):
         for worker in worker_group.workers:
             failure = result.failures.get(worker.global_rank)
             record = Path(context.error_files[worker.local_rank])
-            is_alone = failure is not None and len(result.failures) == 1
-            if record.is_file() or worker.local_rank in self._died or is_alone:
+            is_only = failure is not None and len(result.failures) == 1
+            if record.is_file() or worker.local_rank in self._died or is_only:
                 log = context.stderrs[worker.local_rank] or None
                 yield failure_of(worker.global_rank, failure and failure.exitcode, record, log)
 
