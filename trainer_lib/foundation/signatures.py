@@ -43,14 +43,14 @@ def unknown_keywords(function: Any, named: Iterable[str]) -> list[str]:
     return [name for name in named if name not in known]
 
 
-def cannot_take(function: Any, *arguments: str) -> str | None:
-    """Return why a function cannot take these positional arguments; `None` if it can, or has no signature."""
+def cannot_take(function: Any, *arguments: str, named: Iterable[str] = ()) -> str | None:
+    """Return why a function cannot take these arguments, by position and by name; `None` if it can, or is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # it is not a Python function
         return None
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(named))
     except TypeError as error:
         return f"{signature} does not fit: {error}"
     return None

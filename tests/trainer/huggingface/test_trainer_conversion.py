@@ -10,14 +10,15 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import EarlyStoppingCallback
 
-from tests.trainer.hugging_face import model, rows, run_snippet_of_page, their_arguments
+from tests.trainer.hugging_face import SIZES, model, rows, run_snippet_of_page, their_arguments
 from tests.trainer.tasks import network, points
 from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.callbacks import NEFTune, Printer
+from trainer_lib.callbacks import LabelSmoothing, NEFTune, Printer
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
@@ -168,6 +169,65 @@ def test_what_it_has_is_taken_over(tmp_path: Path) -> None:
     ]
 
 
+def next_token_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Return the sum of the losses, divided by the number that Hugging Face's Trainer counts."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return cross_entropy(logits, targets, reduction="sum") / (1 if num_items_in_batch is None else num_items_in_batch)
+
+
+def by_keywords(outputs: Any, labels: Any, **options: Any) -> torch.Tensor:
+    return next_token_loss(outputs, labels, **options)
+
+
+def loss_of_tags(outputs: Any, labels: Any, *, num_items_in_batch: Any) -> torch.Tensor:
+    return binary_cross_entropy_with_logits(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+def tagging() -> dict[str, Any]:
+    """Return a model of sequences with three targets each, which are numbers, and its data."""
+    torch.manual_seed(0)
+    tags = [[float(row % 2), float(row % 3 == 0), 1.0] for row in range(18)]
+    data = rows().remove_columns("labels").add_column("labels", tags)
+    options: dict[str, Any] = {**SIZES, "num_labels": 3, "pad_token_id": 0}
+    config = transformers.LlamaConfig(**options)
+    tagger = transformers.LlamaForSequenceClassification(config)
+    return {"model": tagger, "train_dataset": data, "eval_dataset": data}
+
+
+@pytest.mark.parametrize(
+    ("compute_loss_func", "processes"),
+    [(next_token_loss, 1), (next_token_loss, 2), (by_keywords, 1), (loss_of_tags, 1)],
+)
+def test_a_compute_loss_func_trains_as_there(tmp_path: Path, compute_loss_func: Any, processes: int) -> None:
+    def made() -> Any:
+        arguments = their_arguments(tmp_path, weight_decay=0.1, label_smoothing_factor=0.2)  # smoothing has no effect
+        options = tagging() if compute_loss_func is loss_of_tags else {}
+        return theirs(tmp_path, args=arguments, compute_loss_func=compute_loss_func, **options)
+
+    def body() -> Any:
+        their_trainer = made()
+        ours = TrainingArguments.from_transformers(their_trainer.args)
+        args = dataclasses.replace(ours, per_device_train_batch_size=4 // processes)
+        return Trainer.from_transformers(their_trainer, args=args, callbacks=[]).fit().history
+
+    wanted = made()
+    wanted.train()
+    histories = run_world(body, num_processes=processes, timeout=90) if processes > 1 else [body()]
+    for history in histories:
+        for name in ("loss", "grad_norm"):
+            expected = steps(wanted.state.log_history, name)
+            assert len(expected) == 6
+            assert steps(history, name) == [(step, pytest.approx(value, rel=2e-5)) for step, value in expected], name
+        first = steps(wanted.state.log_history, "loss")[0][1]
+        assert steps(history, "loss")[0][1] == pytest.approx(first, rel=1e-6)
+
+
+def test_label_smoothing_does_not_change_a_compute_loss_func(tmp_path: Path) -> None:
+    arguments = their_arguments(tmp_path, label_smoothing_factor=0.2)
+    taken = Trainer.from_transformers(theirs(tmp_path, args=arguments, compute_loss_func=next_token_loss))
+    assert not any(isinstance(callback, LabelSmoothing) for callback in taken.events)
+
+
 class Smoothed(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
         raise AssertionError
@@ -205,7 +265,6 @@ def test_what_a_class_of_its_own_does_has_to_be_said_here(tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compute_loss_func": lambda *given: None}, "has compute_loss_func, .* loss_fn=…"),
         (
             {"preprocess_logits_for_metrics": lambda *given: None},
             "has preprocess_logits_for_metrics, .* an evaluation_step",

@@ -157,6 +157,45 @@ def test_a_loss_function_may_return_its_weight() -> None:
     assert result.logs is not None
 
 
+class PerItem(nn.Module):
+    """A sum over a number of items, or a plain sum: the form of `compute_loss_func` of Hugging Face's Trainer."""
+
+    def forward(self, scores: Tensor, targets: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+        loss = cross_entropy(scores, targets, reduction="sum")
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def per_item(scores: Tensor, targets: Tensor, *, num_items_in_batch: Tensor) -> Tensor:
+    return PerItem()(scores, targets, num_items_in_batch)
+
+
+def ignoring_items(scores: Tensor, targets: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    return cross_entropy(scores, targets)
+
+
+@pytest.mark.parametrize("loss_fn", [PerItem(), per_item, ignoring_items])
+def test_a_loss_function_that_takes_num_items_in_batch_gets_it(loss_fn: Any, caplog: pytest.LogCaptureFixture) -> None:
+    inputs, targets = points(22)
+    targets = targets.masked_fill(torch.arange(22) % 3 == 0, -100)
+    targets[:4] = -100  # a micro-batch without targets
+
+    def losses(loss_fn: Any) -> tuple[list[float], float, str]:
+        args = arguments(num_train_epochs=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+        data = (inputs, targets)
+        trainer = Trainer(network(), args, train_dataset=data, eval_dataset=data, loss_fn=loss_fn)
+        history = trainer.fit().history
+        logged = [entry["loss"] for entry in history if "loss" in entry]
+        return logged, trainer.evaluate()["eval_loss"], trainer.parts.loss.describe()
+
+    wanted, wanted_eval, _ = losses(cross_entropy)
+    logged, evaluated, text = losses(loss_fn)
+    assert wanted
+    assert logged == pytest.approx(wanted, rel=1e-6)
+    assert evaluated == pytest.approx(wanted_eval, rel=1e-6)
+    assert "averaged over all targets" in text
+    assert "is not a mean" not in caplog.text
+
+
 def test_a_custom_loss_function_gets_the_outputs_unchanged() -> None:
     model = Dividing()
     seen: list[Any] = []

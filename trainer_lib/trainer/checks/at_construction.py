@@ -168,7 +168,8 @@ def check_loss_function(loss_fn: Any) -> None:
             + (by_name or " For example torch.nn.functional.cross_entropy.")
         )
     function: Any = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    if (problem := cannot_take(function, "outputs", "targets")) is not None:
+    named = [name for name in parameter_names(function) if name == "num_items_in_batch"]
+    if (problem := cannot_take(function, "outputs", "targets", named=named)) is not None:
         raise SignatureError(
             f"loss_fn is called as loss_fn(outputs, targets), but {function_name(loss_fn)}{problem}. To pass it other "
             "arguments, override compute_loss(model, batch)."

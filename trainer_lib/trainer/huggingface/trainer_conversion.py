@@ -9,6 +9,7 @@ from trainer_lib.callbacks.label_smoothing import LabelSmoothing
 from trainer_lib.callbacks.neftune import NEFTune
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.evaluation.prediction_results import EvaluationPrediction
@@ -36,11 +37,6 @@ _VERBS = {
 }
 # Functions given to Hugging Face's Trainer that are called differently here -> the option, the method, and the advice.
 _OTHER_CALLS = {
-    "compute_loss_func": (
-        "loss_fn",
-        "compute_loss",
-        "loss_fn=…, a function of outputs and targets that returns a mean",
-    ),
     "preprocess_logits_for_metrics": (
         None,
         "evaluation_step",
@@ -71,7 +67,7 @@ def trainer_options(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[
         ConfigurationError: If it is not a `transformers.Trainer`, or overrides something that `ours` does not.
     """
     _check(foreign, ours, given)
-    theirs, changing = (foreign.args, []) if "callbacks" in given else _parted(foreign.args)
+    theirs, changing = (foreign.args, []) if "callbacks" in given else _parted(foreign)
     args = given["args"] if "args" in given else TrainingArguments.from_transformers(theirs)
     options: dict[str, Any] = {
         "model": _model(foreign),
@@ -80,6 +76,7 @@ def trainer_options(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[
         "eval_dataset": foreign.eval_dataset,
         "collate_fn": foreign.data_collator,
         "processing_class": foreign.processing_class,
+        "loss_fn": _loss_function(foreign),
         "compute_metrics": foreign.compute_metrics and functools.partial(_computed, foreign.compute_metrics),
         "callbacks": [*_callbacks(foreign, args), *changing],
         **_optimizers(foreign, given),
@@ -129,10 +126,11 @@ def _model(foreign: Any) -> Any:
     return model
 
 
-def _parted(theirs: Any) -> tuple[Any, list[Callback]]:
+def _parted(foreign: Any) -> tuple[Any, list[Callback]]:
     """Return the arguments without those that are callbacks here, and these callbacks."""
+    theirs = foreign.args
     rest, changing = copy.copy(theirs), list[Callback]()
-    if theirs.label_smoothing_factor:
+    if theirs.label_smoothing_factor and foreign.compute_loss_func is None:  # which computes the whole loss there
         changing.append(LabelSmoothing(theirs.label_smoothing_factor))
     if theirs.neftune_noise_alpha:
         changing.append(NEFTune(theirs.neftune_noise_alpha))
@@ -154,6 +152,19 @@ def _tracker_of(callback: Any) -> str | None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     return next((name for name, kind in INTEGRATION_TO_CALLBACK.items() if type(callback) is kind), None)
+
+
+def _loss_function(foreign: Any) -> Callable[..., Any] | None:
+    """Return its `compute_loss_func`, by a signature that names `num_items_in_batch`."""
+    function = foreign.compute_loss_func
+    if function is None or "num_items_in_batch" in parameter_names(function):
+        return function
+    return functools.partial(compute_loss_func, function)
+
+
+def compute_loss_func(function: Callable[..., Any], outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    """Call a loss function with the count by name, as Hugging Face's Trainer does."""
+    return function(outputs, labels, num_items_in_batch=num_items_in_batch)
 
 
 def _computed(compute_metrics: Callable[[Any], Any], prediction: EvaluationPrediction) -> Any:

@@ -11,9 +11,9 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
-from trainer_lib.trainer.losses.loss_result import LossResult, Weight
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight, count_valid
 from trainer_lib.trainer.losses.mean_check import MeanCheck
-from trainer_lib.trainer.losses.model_io import is_scalar
+from trainer_lib.trainer.losses.model_io import is_scalar, targets_of
 from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
 from trainer_lib.trainer.overridable import is_overridden
 
@@ -140,8 +140,16 @@ class BatchLoss:
             return self._objective
         if isinstance(trainer.loss_fn, nn.Module):
             trainer.loss_fn.to(trainer.accelerator.device)
-        self._objective = LossFunction(trainer.loss_fn, bare, label_names, check)
+        self._objective = LossFunction(trainer.loss_fn, bare, label_names, check, self._count_targets)
         return self._objective
+
+    def _count_targets(self, batch: Any) -> Weight:
+        """Return the count for a loss function that takes `num_items_in_batch`: as in Hugging Face's Trainer."""
+        targets = targets_of(batch, self._trainer.args.label_names)
+        is_value = isinstance(targets, Tensor) and targets.is_floating_point()
+        if is_value and not is_overridden(type(self._trainer), "num_items"):
+            return count_valid(targets)
+        return self.items(batch)
 
     def _needs_mean_check(self) -> bool:
         accelerator = self._trainer.accelerator

@@ -103,20 +103,17 @@ class MeanCheck:
                 is_mean = not has_more and self._measure(loss_of, self._count, batch, masks=True)
             self._warn(type(self._bare).__name__, is_mean)
 
-    def check_function(
-        self, loss_fn: Callable[[Any, Any], Any], name: str, batch: Any, outputs: Any, targets: Any
-    ) -> None:
-        """Check a loss function with a model's outputs for a batch."""
+    def check_function(self, loss_fn: Any, mean: Callable[..., Any], name: str, whole: tuple[Any, Any, Any]) -> None:
+        """Check a loss function, which `mean` calls with a batch, a model's outputs for it, and its targets."""
         if self._is_due() and not (isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())):
 
             def loss_of(part: Any) -> Any:
-                loss = loss_fn(part[1], part[2])
+                loss = mean(*part)
                 # A LossResult has its own weight, so there is nothing to check.
                 return math.nan if isinstance(loss, LossResult) else loss
 
             from trainer_lib.trainer.losses.label_shift import device_of
 
-            whole = batch, outputs, targets
             with preserved_generators(device_of(self._bare)), torch.no_grad():
                 is_mean = self._measure(loss_of, lambda part: self._count(part[0]), whole, masks=False)
             self._warn(name, is_mean)

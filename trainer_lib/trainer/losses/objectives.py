@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import find_device
+from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight, summed
 from trainer_lib.trainer.losses.mean_check import MeanCheck
@@ -51,21 +53,25 @@ class LossFunction:
 
     Args:
         loss_fn: The function. One of torch's gets the predictions (`outputs.logits` of a model that returns several
-            values); a custom one gets the outputs unchanged.
+            values); a custom one gets the outputs unchanged, and the count of the batch if it takes
+            `num_items_in_batch` by name.
         bare: The user's model.
         label_names: The names of a batch that are targets.
         check_mean: Warns if the loss is not a mean over items.
+        count: Counts the items of a batch, for a function that takes `num_items_in_batch`.
     """
 
     def __init__(
         self,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[..., Any],
         bare: nn.Module,
         label_names: Sequence[str] | None,
         check_mean: MeanCheck | None = None,
+        count: CountItems | None = None,
     ) -> None:
         self._loss_fn, self._bare, self._label_names = loss_fn, bare, label_names
         self._check_mean = check_mean
+        self._count = count if _names_items(loss_fn) else None
         self._summed = summed(loss_fn)
         self._is_checked = self._has_compared = False
 
@@ -87,13 +93,16 @@ class LossFunction:
                 raise comparison_error(error, self._name, predictions, targets) from error
             return LossResult(loss, weight, outputs)
         if self._check_mean is not None and not self._check_mean.is_done:
-            self._check_mean.check_function(self._loss_fn, self._name, batch, outputs, targets)
-        loss = self._loss_fn(outputs, targets)
+            self._check_mean.check_function(self._loss_fn, self._mean, self._name, (batch, outputs, targets))
+        if self._count is None:
+            loss, weight = self._loss_fn(outputs, targets), None
+        else:
+            loss, weight = self._per_item(self._count, batch, outputs, targets)
         if isinstance(loss, LossResult):
             return loss if loss.outputs is not None else loss._replace(outputs=outputs)
         if not is_scalar(loss):
             check_loss(loss, "loss_fn")
-        return LossResult(loss, None, outputs)
+        return LossResult(loss if weight is None else sum_from_mean(loss, weight), weight, outputs)
 
     def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and the loss if there are targets."""
@@ -105,8 +114,18 @@ class LossFunction:
 
     def describe(self) -> str:
         """Return a short text that names the items the loss averages over."""
-        over = "items (see num_items)" if self._summed is None else "targets"
+        over = "items (see num_items)" if self._summed is None and self._count is None else "targets"
         return f"{self._name}, averaged over all {over} of an update"
+
+    def _per_item(self, count: CountItems, batch: Any, outputs: Any, targets: Any) -> tuple[Any, Weight]:
+        """Return the loss of a batch by a function that takes the number of items, and this number."""
+        weight = count(batch)
+        return self._loss_fn(outputs, targets, num_items_in_batch=_items(weight, find_device(targets))), weight
+
+    def _mean(self, batch: Any, outputs: Any, targets: Any) -> Any:
+        if self._count is None:
+            return self._loss_fn(outputs, targets)
+        return self._per_item(self._count, batch, outputs, targets)[0]
 
     @property
     def _name(self) -> str:
@@ -186,6 +205,10 @@ class ModelLoss:
 
     def _plain_loss(self, batch: Any) -> Any:
         return _loss_of(call_model(self._bare, batch))
+
+
+def _names_items(loss_fn: Any) -> bool:
+    return "num_items_in_batch" in parameter_names(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
 
 
 def _depends(loss: Tensor, items: Tensor) -> bool:
