@@ -3,13 +3,26 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.events import RunState
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, did_you_mean, unknown
 from trainer_lib.foundation.imports import require
 from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
+
+# Attributes of the results of other trainers, and what to use here.
+_MEMBERS = {
+    "training_loss": 'metrics["loss"], the last training loss, or the values of "loss" in history',
+    "loss": 'metrics["loss"]',
+    "global_step": "state.step",
+    "step": "state.step",
+    "epoch": "state.epoch",
+    "log_history": "history",
+    "best_metric": "state.best.value",
+    "best_model_checkpoint": "best_checkpoint",
+    "best_model_path": "best_checkpoint",
+}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -57,6 +70,13 @@ class FitResult:
             last_checkpoint=path_at(state.checkpoints[-1]["path"]) if state.checkpoints else None,
             report=path_at(facts["report"]) if facts.get("report") else None,
         )
+
+    if not TYPE_CHECKING:  # type checkers would accept every misspelled name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that names the equivalent of another trainer's result."""
+            hint = f" Use {_MEMBERS[name]}." if name in _MEMBERS else did_you_mean(name, dir(self))
+            raise UnknownMemberError(f"FitResult has no attribute {name!r}.{hint}")
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 from trainer_lib.events import Callback, Dispatcher, Run, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.compiler_import import defer_compiler_import
-from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, UnsupportedError, unknown
 from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.foundation.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
-from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, missing_member
+from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, explains_form, missing_member
 from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -168,6 +168,14 @@ class Trainer(ToolMethods, PublishMethods):
                 return object.__getattribute__(self, name)
             raise UnknownMemberError(missing_member(type(self), name, dir(self)))
 
+    def __getstate__(self) -> Any:
+        """Refuse copies and pickles: a trainer holds processes, files and locks."""
+        raise UnsupportedError(
+            f"A {type(self).__name__} cannot be copied or pickled. Make another one with a copy of the model, "
+            "copy.deepcopy(trainer.unwrapped_model); for another process, make it there, in the function that is "
+            "launched. To keep what was trained: trainer.save_model(folder)."
+        )
+
     @classmethod
     def from_checkpoint(cls, checkpoint: str | AnyPath, model: nn.Module, **options: Any) -> Self:
         """Return a trainer with the arguments and weights of a checkpoint; its `fit` resumes from there.
@@ -262,6 +270,7 @@ class Trainer(ToolMethods, PublishMethods):
 
         return eval_calls.predict(self, dataset, to, prefix, generation_kwargs)
 
+    @explains_form
     def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
         """Log a value: the next log shows its weighted mean over batches, steps and ranks.
 

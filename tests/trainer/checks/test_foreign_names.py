@@ -1,6 +1,8 @@
 """Tests of the names of other trainers: each gets an error that says what to use here."""
 
+import copy
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError
+from trainer_lib.events import RunState
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError, UnsupportedError
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.checks import foreign_names
+from trainer_lib.trainer.result import FitResult
 
 MAKE: Any = Trainer
 LOADER: DataLoader[Any] = DataLoader(TensorDataset(*points()))
@@ -43,6 +47,79 @@ def test_a_member_of_another_trainer_is_answered_with_ours(name: str, instead: s
     made = trainer()
     assert not hasattr(made, name)
     assert refused(lambda: getattr(made, name), UnknownMemberError) == f"Trainer has no attribute {name!r}. {instead}"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("training_loss", ' Use metrics["loss"], the last training loss, or the values of "loss" in history.'),
+        ("global_step", " Use state.step."),
+        ("metric", " Did you mean 'metrics'?"),
+        ("zzz", ""),
+    ],
+)
+def test_an_attribute_of_another_result_is_answered_with_ours(name: str, instead: str) -> None:
+    result = FitResult(state=RunState())
+    assert (
+        refused(lambda: getattr(result, name), UnknownMemberError) == f"FitResult has no attribute {name!r}.{instead}"
+    )
+    assert copy.deepcopy(result).metrics == pickle.loads(pickle.dumps(result)).metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "positional", "named", "message"),
+    [
+        ("log", [{"x": 1.0}], {}, "log() missing 1 required positional argument: 'value'. Log values one by one: for"),
+        ("log", [{"x": 1.0}, 2.0], {}, "Log values one by one: for name, value in values.items(): trainer.log("),
+        (
+            "push_to_hub",
+            [],
+            {},
+            "argument: 'repo_id'. Give the repository: push_to_hub(\"owner/name\"",
+        ),
+        (
+            "search",
+            [],
+            {"hp_space": {}, "n_trials": 3},
+            "hp_space is space here. n_trials is n here. Give search(space",
+        ),
+        ("search", [], {"direction": "maximize"}, "direction is greater_is_better (maximize is True) here."),
+    ],
+)
+def test_a_call_in_the_form_of_another_trainer_is_answered_with_ours(
+    name: str, positional: list[Any], named: dict[str, Any], message: str
+) -> None:
+    kind = ConfigurationError if len(positional) > 1 else SignatureError
+    assert message in refused(lambda: getattr(trainer(), name)(*positional, **named), kind)
+
+
+def test_a_type_error_inside_of_a_method_is_not_explained() -> None:
+    def space(trial: Any) -> Any:
+        return len(3)  # type: ignore[arg-type]
+
+    with pytest.raises(Exception, match="has no len") as caught:
+        trainer(eval_dataset=points()).search(space, 1)
+    assert not isinstance(caught.value, SignatureError)
+
+
+class WithOutputs(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        compute: Any = super().compute_loss
+        return compute(model, batch, return_outputs=True)[0]
+
+
+def test_compute_loss_called_as_there_is_answered_with_ours() -> None:
+    made = WithOutputs(network(), arguments(), train_dataset=points(), loss_fn=cross_entropy)
+    with pytest.raises(TypeError, match="return_outputs") as caught:
+        made.fit()
+    (note,) = caught.value.__notes__
+    assert "returns a LossResult: give return result.mean, result.outputs." in note
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_trainer_that_is_copied_says_what_to_copy(copied: Callable[[Any], Any]) -> None:
+    message = refused(lambda: copied(trainer()), UnsupportedError)
+    assert message.startswith("A Trainer cannot be copied or pickled. Make another one with a copy of the model, ")
 
 
 @pytest.mark.parametrize(

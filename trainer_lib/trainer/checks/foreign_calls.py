@@ -39,6 +39,20 @@ _OF_VERBS: dict[str, dict[str, str]] = {
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
     },
 }
+_OF_SEARCH = {
+    "hp_space": "space",
+    "n_trials": "n",
+    "num_trials": "n",
+    "compute_objective": 'metric="eval_…"',
+    "direction": "greater_is_better (maximize is True)",
+    "hp_name": "nothing: trials are named by their number",
+}
+# Of methods that are called in another form: what to give.
+_FORMS = {
+    "log": "Log values one by one: for name, value in values.items(): trainer.log(name, value).",
+    "push_to_hub": 'Give the repository: push_to_hub("owner/name", commit_message="…").',
+    "search": "Give search(space, n), with space={name: [values] or (low, high)}, or a function of a trial.",
+}
 # Hugging Face's names for the same parameters, which are accepted too.
 _SYNONYMS = {"evaluate": {"metric_key_prefix": "prefix"}, "predict": {"metric_key_prefix": "prefix"}}
 _NEAR = 0.85
@@ -65,6 +79,25 @@ def explains_foreign_calls(method: Callable[Concatenate[S, P], R]) -> Callable[C
 
             hide_library_frames(error)
             raise
+
+    return call
+
+
+def explains_form(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a method answer a call that does not fit its parameters with an error that shows the call to make."""
+
+    @functools.wraps(method)
+    def call(self: S, *positional: P.args, **named: P.kwargs) -> R:
+        try:
+            return method(self, *positional, **named)
+        except TypeError as error:
+            raised_in = error.__traceback__ and error.__traceback__.tb_next
+            if raised_in is not None:  # in the method, which has taken the arguments
+                raise
+            renamed = [f"{key} is {_OF_SEARCH[key]} here." for key in named if key in _OF_SEARCH]
+            name = method.__name__
+            problem = f"{name}{str(error).partition(name)[2]}."
+            raise SignatureError(" ".join([problem, *renamed, _FORMS[name]])) from None
 
     return call
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Weight = float | Tensor
 
+_ONE_BY_ONE = "Log values one by one: for name, value in values.items(): trainer.log(name, value)."
 _OTHERS = (
     " Images, tables and texts go to a tracker by its name, in a callback: "
     'run.accelerator.get_tracker("wandb").log_images(…).'
@@ -55,7 +56,10 @@ class RunningMeans:
             ConfigurationError: If it is not one number.
         """
         if not isinstance(name, str) or not isinstance(weight, (int, float, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigurationError(f"log(name, value, weight) takes a text and numbers, got {name!r} and {weight!r}.")
+            hint = f" {_ONE_BY_ONE}" if isinstance(name, dict) else ""
+            raise ConfigurationError(
+                f"log(name, value, weight) takes a text and numbers, got {name!r} and {weight!r}.{hint}"
+            )
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigurationError(

@@ -5,6 +5,7 @@ from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.checks.foreign_calls import explains_form
 from trainer_lib.trainer.publish.save_pretrained import save_model
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
@@ -74,6 +75,7 @@ class PublishMethods:
             tags=tags,
         )
 
+    @explains_form
     def push_to_hub(
         self: TrainerInterface,
         repo_id: str,

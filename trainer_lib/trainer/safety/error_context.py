@@ -39,6 +39,11 @@ def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module
         told += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
     if not types & {"uint8"} and any(getattr(leaf, "dtype", None) is torch.uint8 for leaf in leaves(batch)):
         told += " Pixels of uint8 become float32 by .float() / 255."
+    if isinstance(error, TypeError) and "Trainer.compute_loss()" in str(error):
+        told += (
+            " super().compute_loss takes (model, batch) alone, and returns a LossResult: give return result.mean, "
+            "result.outputs."
+        )
     if _is_target_first(batch):
         told += " The last value of a batch is the target: return (inputs, targets) from the dataset."
     if types & _NARROW and any(getattr(leaf, "dtype", None) is torch.float32 for leaf in leaves(batch)):

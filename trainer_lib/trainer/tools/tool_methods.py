@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.trainer.checks.foreign_calls import explains_form
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class ToolMethods:
 
         return find_batch_size(self, largest, updates)
 
+    @explains_form
     def search(
         self: TrainerInterface,
         space: "Space",
