@@ -1,5 +1,6 @@
 """Several models, several optimizers: one step is one update round, whoever steps."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -83,6 +84,23 @@ def test_adversaries_take_turns_in_a_step(processes: int) -> None:
         assert step == 4
         for name, state in states.items():
             torch.testing.assert_close(state, expected[name].state_dict(), rtol=1e-5, atol=1e-6)
+
+
+class EverySecond(Trainer):
+    """Steps the second optimizer in every second update."""
+
+    def training_step(self, model: Any, batch: Any) -> None:
+        for name in list(model)[: 1 + self.state.step % 2]:
+            self.backward(model[name](batch[0][:, : model[name][0].in_features]).square().mean(), optimizer=name)
+            self.optimizers[name].step()
+            self.optimizers[name].zero_grad()
+
+
+def test_an_optimizer_that_the_first_update_leaves_out_gets_no_warning_of_torch() -> None:
+    made = EverySecond(models(), arguments(num_train_epochs=1), train_dataset=TensorDataset(points(32)[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made.fit().state.step == 4
 
 
 def test_one_loss_for_two_optimizers() -> None:

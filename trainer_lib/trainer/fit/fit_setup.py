@@ -129,6 +129,10 @@ def _schedulers(
     schedules = {
         name: trainer.configure_scheduler(optimizer, total_steps, name) for name, optimizer in optimizers.items()
     }
+    if trainer.parts.loss.has_own_step:
+        for optimizer in optimizers.values():
+            # torch would warn of the order of calls where a training_step leaves an optimizer out of the first update.
+            optimizer.__dict__["_opt_called"] = True
     return {
         name: before_fit.checked_schedule(schedule, optimizers[name])
         for name, schedule in schedules.items()
