@@ -296,6 +296,20 @@ def test_evaluations_and_predictions_outside_training_are_told() -> None:
     assert heard == [("evaluate", 0, ["eval_loss"], loss), ("predict", 8, False)]
 
 
+def test_metrics_of_an_evaluation_have_the_epoch_and_take_further_values() -> None:
+    heard: list[float] = []
+
+    class Adding(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **more: Any) -> None:
+            heard.append(metrics["epoch"])
+            metrics["eval_doubled"] = 2 * metrics["eval_loss"]
+
+    result = trainer(arguments(eval_every="1 epoch"), eval_dataset=points(16), callbacks=[Adding()]).fit()
+    assert heard == [1.0, 2.0]
+    assert result.metrics["eval_doubled"] == 2 * result.metrics["eval_loss"]
+    assert "epoch" not in result.metrics
+
+
 class EndsPasses(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         control.should_epoch_stop = state.global_step == 2

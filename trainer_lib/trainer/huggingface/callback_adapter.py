@@ -135,7 +135,9 @@ class AdaptedCallback(Modifier):
     def _on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         logs = {**metrics, "epoch": run.state.epochs}
         self._tell("on_log", run, logs, logs=logs)  # Hugging Face logs an evaluation's metrics first
-        self._tell("on_evaluate", run, logs, metrics=metrics)
+        with_epoch = {**metrics, "epoch": run.state.epochs} if run.trainer.parts.has_fitted else metrics
+        self._tell("on_evaluate", run, logs, metrics=with_epoch)
+        metrics.update({name: value for name, value in with_epoch.items() if name != "epoch"})
 
     @_fires("on_prediction_step")
     def _on_evaluate_batch_end(self, run: Run) -> None:
