@@ -636,7 +636,7 @@ class TestClassification:
     def test_labels_that_cannot_be_counted_are_refused(self) -> None:
         metric = as_metric("f1", "f1")
         metric.begin(torch.device("cpu"))
-        with pytest.raises(ConfigurationError, match="needs a score for each class"):
+        with pytest.raises(ConfigurationError, match=r"needs a score for each class.*threshold, 0 for logits or 0.5"):
             metric.update(EvaluationOutput(predictions=torch.randn(4), labels=torch.randint(0, 2, (4,))))
         with pytest.raises(ConfigurationError, match=r"needs labels of at least 0 \(got -1\)"):
             metric.update(EvaluationOutput(predictions=torch.randn(4, 2), labels=torch.tensor([-1, 0, 1, 1])))

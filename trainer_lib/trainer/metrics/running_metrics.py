@@ -312,10 +312,15 @@ def chosen_classes(name: str, scores: Tensor, labels: Tensor) -> Tensor:
         return scores.argmax(dim=1)
     if scores.shape == labels.shape and not scores.is_floating_point():
         return scores
+    advice = "Give a function of predictions and labels that compares them."
+    if scores.is_floating_point() and scores.shape == labels.shape:
+        advice = (
+            "One score per label needs a threshold, 0 for logits or 0.5 for probabilities. The accuracy is "
+            'metrics={"accuracy": lambda scores, labels: ((scores > 0) == (labels > 0)).float().mean()}.'
+        )
     raise ConfigurationError(
         f"The metric {name!r} needs a score for each class, or classes as whole numbers (got predictions of shape "
-        f"{tuple(scores.shape)}, {scores.dtype}, and labels of shape {tuple(labels.shape)}). Give a function of "
-        "predictions and labels that compares them."
+        f"{tuple(scores.shape)}, {scores.dtype}, and labels of shape {tuple(labels.shape)}). {advice}"
     )
 
 
