@@ -1,8 +1,10 @@
 """A launch on one machine by a launcher without torch: its store is served by a process of its own."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -160,6 +162,38 @@ sys.meta_path.insert(0, Refuse())
         assert "--whole-torch" in Path(f"/proc/{server.pid}/cmdline").read_text()
         server.stdin.close()  # as the end of the launcher does
         assert server.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_a_launch_ends_if_its_store_dies(tmp_path: Path) -> None:
+    script = (
+        LOOK
+        + """
+import signal, time
+
+def save(number, frame):
+    print("saved", flush=True)
+    os._exit(143)
+
+signal.signal(signal.SIGTERM, save)
+os.kill(int(server), signal.SIGKILL)
+time.sleep(100)  # as a process that connects
+"""
+    )
+    done = run_launched(script, tmp_path, num_processes=1, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "saved\n")
+    assert "The process that serves the store, where the ranks meet, was killed by SIGKILL" in done.stderr
+
+
+def test_a_launcher_with_more_than_1024_open_files(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))  # noqa: PTH123
+        run_local([sys.executable, "-c", f"open({str(tmp_path / 'ran')!r}, 'w')"], Plan(num_processes=1))
+    assert (tmp_path / "ran").is_file()
 
 
 def test_processes_are_told_what_torchs_agent_tells_them(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ class SignalInbox:
     def __init__(self) -> None:
         self._signals: deque[int] = deque()
         self._reader, self._writer = socket.socketpair()
+        self._events = select.poll()  # not `select`, which takes descriptors below 1024 alone
+        self._events.register(self._reader, select.POLLIN)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -43,7 +45,7 @@ class SignalInbox:
 
     def wait(self, seconds: float) -> None:
         """Wait for a signal or the end of a child, for at most some seconds."""
-        if select.select([self._reader], [], [], seconds)[0]:
+        if self._events.poll(seconds * 1000):
             self._reader.recv(4096)
 
     def take(self) -> int | None:

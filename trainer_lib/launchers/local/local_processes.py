@@ -28,7 +28,7 @@ def run_local(command: Sequence[str], plan: Plan) -> None:
 
     Raises:
         ProcessFailedError: If a process failed and no restart is left.
-        WorldError: If the port of the plan is in use.
+        WorldError: If the port of the plan is in use, the program cannot be started, or the store died.
         KeyboardInterrupt: If this process was interrupted; the other processes have ended.
         SystemExit: If another signal ended this process, or a signal or a deadline all other processes, which have
             ended.
@@ -103,12 +103,14 @@ class _Launch:
 
     def _watch(self) -> list[Failure]:
         """Wait until all processes have ended; return the failures, if there are any."""
-        self._wait(lambda codes: None not in codes or any(codes), None)
+        self._wait(lambda codes: None not in codes or any(codes) or self._store.is_dead, None)
         codes = self._codes()
         if not any(codes):
             return []
         if self._are_ending(codes):
             self._wait(lambda codes: None not in codes, self._plan.shutdown_timeout)
+            if None in codes:
+                raise self._store.died()
         by_themselves = self._codes()
         self._end(signal.SIGTERM, GRACE_AFTER_DEATH)
         interruption = _interruption(by_themselves)

@@ -10,6 +10,7 @@ from typing import Any, Self
 from trainer_lib.foundation.errors import WorldError
 from trainer_lib.launchers.launch_plan import LOCALHOST
 from trainer_lib.launchers.local import store_server
+from trainer_lib.launchers.process_failures import Failure
 
 
 class LocalStore:
@@ -56,6 +57,19 @@ class LocalStore:
         )
         self._listener.close()
         return self
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the server has ended: processes that connect would wait for minutes."""
+        return self._server is not None and self._server.poll() is not None
+
+    def died(self) -> WorldError:
+        """Return the error for a server that has ended."""
+        assert self._server is not None
+        end = Failure(rank=0, exit_code=self._server.wait())
+        return WorldError(
+            f"The process that serves the store, where the ranks meet, {end.how}. All ranks were asked to save and end."
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None

@@ -21,7 +21,10 @@ def main() -> None:
     """Serve the store until the launcher has ended."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     if LAZILY in sys.argv:
-        select.select([listener, sys.stdin], [], [])
+        events = select.poll()  # not `select`, which takes descriptors below 1024 alone
+        for source in (listener, sys.stdin):
+            events.register(source, select.POLLIN)
+        events.poll()
     store = serve(_distributed(), listener)
     sys.stdin.buffer.read()
     del store
