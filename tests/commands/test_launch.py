@@ -215,6 +215,23 @@ def test_program_other_than_python(launch: Any) -> None:
     assert (ended.code, ended.out) == (0, "a  b\na  b\n")
 
 
+@pytest.mark.parametrize(("lines", "code"), [("", 0), ("raise ValueError('wrong')", 1), ("raise SystemExit(3)", 3)])
+def test_processes_without_standard_output_and_errors_end_as_others_do(script: Any, lines: str, code: int) -> None:
+    words = [*COMMAND, "--cpu", "--num_processes", "2", script(lines)]
+    done = subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words], check=False, timeout=LIMIT)
+    assert done.returncode == code
+
+
+def test_restarts_continue_when_nobody_reads_the_reports(script: Any, tmp_path: Path) -> None:
+    path = script("import os, sys", "open(sys.argv[1], 'a').write('x')", "os._exit(3)")
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [*COMMAND, "--cpu", "--max_restarts", "2", path, str(tmp_path / "starts")]
+    done = subprocess.run(words, stderr=writer, check=False, timeout=LIMIT)
+    os.close(writer)
+    assert (done.returncode, (tmp_path / "starts").read_text()) == (3, "xxx")
+
+
 def test_processes_form_a_world(launch: Any, script: Any) -> None:
     path = script(
         "import torch",

@@ -37,7 +37,8 @@ def main() -> None:
     launcher, *command = sys.argv[1:]
     _die_with_parent(int(launcher), signal.SIGTERM)
     atexit.register(_leave_the_world)
-    faulthandler.enable()  # a segmentation fault prints its stack
+    if sys.stderr is not None:  # it is closed in some services
+        faulthandler.enable()  # a segmentation fault prints its stack
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Line buffering: no output is lost, and lines of several processes do not mix.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -76,8 +77,9 @@ def _leave_the_world() -> None:
 def _leave(code: int) -> NoReturn:
     # Python has no public way to run exit handlers before os._exit.
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     # Not sys.exit: it would wait for threads, and for collectives that the other processes never answer.
     os._exit(code)
 
@@ -87,7 +89,7 @@ def _report(error: BaseException) -> None:
     # The launcher ends all processes when one has failed; this one finishes printing first.
     ended_by = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _record(error)
-    if not _is_printed("".join(traceback.format_exception(error))):
+    if sys.stderr is not None and not _is_printed("".join(traceback.format_exception(error))):
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
     signal.signal(signal.SIGTERM, ended_by)

@@ -291,7 +291,10 @@ def _threads(values: LaunchValues, num_processes: int) -> str:
 
 
 def _say(message: str) -> None:
-    print(f"{'─' * 80}\ntrainer-lib launch: {message}", file=sys.stderr, flush=True)
+    try:
+        print(f"{'─' * 80}\ntrainer-lib launch: {message}", file=sys.stderr, flush=True)
+    except OSError:  # the terminal or the pipe is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _say_nothing(message: str) -> None:
