@@ -215,6 +215,18 @@ def test_program_other_than_python(launch: Any) -> None:
     assert (ended.code, ended.out) == (0, "a  b\na  b\n")
 
 
+def test_a_program_that_cannot_be_started_is_named(launch: Any, tmp_path: Path) -> None:
+    program = tmp_path / "no-first-line"
+    program.write_text("echo 1")
+    program.chmod(0o755)
+    ended = launch("--cpu", "--no_python", str(program))
+    assert ended.code == 1
+    assert ended.err == (
+        f"trainer-lib launch: error: {str(program)!r} could not be started: Exec format error. A script needs a first "
+        "line such as #!/bin/sh.\n"
+    )
+
+
 @pytest.mark.parametrize(("lines", "code"), [("", 0), ("raise ValueError('wrong')", 1), ("raise SystemExit(3)", 3)])
 def test_processes_without_standard_output_and_errors_end_as_others_do(script: Any, lines: str, code: int) -> None:
     words = [*COMMAND, "--cpu", "--num_processes", "2", script(lines)]

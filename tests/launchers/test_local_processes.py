@@ -308,6 +308,26 @@ def test_accelerators_of_a_torch_that_is_not_imported(
     assert done.stdout == f"{has_none}\n", done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--log_dir", "file/logs"], "log_dir cannot be written: Not a directory (file/logs)."),
+        (
+            ["--log_dir", "logs", "--rdzv_id", "a/b"],
+            "rdzv_id must be a name without '/', as folders get it (got 'a/b').",
+        ),
+    ],
+)
+def test_log_folders_that_cannot_be_made_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "script.py").touch()
+    assert main(["launch", "--cpu", *options, "script.py"]) == 2
+    assert capfd.readouterr().err == f"trainer-lib launch: error: {message}\n"
+
+
 def test_a_log_folder_that_is_a_file_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").touch()
     (tmp_path / "script.py").touch()

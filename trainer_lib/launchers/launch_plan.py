@@ -79,6 +79,8 @@ class Plan:
             raise ConfigurationError(f"main_process_port must be from 0 to 65535 (got {self.main_process_port}).")
         if self.log_dir is not None and Path(self.log_dir).is_file():
             raise ConfigurationError(f"log_dir must be a folder, and {self.log_dir} is a file.")
+        if "/" in self.rdzv_id:
+            raise ConfigurationError(f"rdzv_id must be a name without '/', as folders get it (got {self.rdzv_id!r}).")
         if self.rdzv_backend not in _BACKENDS:
             raise ConfigurationError(unknown("rdzv_backend", self.rdzv_backend, _BACKENDS))
 

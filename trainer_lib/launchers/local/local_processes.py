@@ -5,6 +5,7 @@ Importing torch takes as long as all else between a command and the first step, 
 processes, and to a server of their store that starts beside them.
 """
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers.launch_plan import Plan
 from trainer_lib.launchers.local.local_store import LocalStore
 from trainer_lib.launchers.process_failures import GRACE_AFTER_DEATH, Failure, failed, failure_of
@@ -27,6 +29,7 @@ def run_local(command: Sequence[str], plan: Plan) -> None:
     """Run a program as the processes of a plan for this machine.
 
     Raises:
+        ConfigurationError: If the plan's `log_dir` cannot be written.
         ProcessFailedError: If a process failed and no restart is left.
         WorldError: If the port of the plan is in use, the program cannot be started, or the store died.
         KeyboardInterrupt: If this process was interrupted; the other processes have ended.
@@ -82,7 +85,7 @@ class _Launch:
             record.parent.mkdir(parents=True)
             own = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
             variables = environment.with_variables({**shared, **own, "TORCHELASTIC_ERROR_FILE": str(record)})
-            self._processes.append(subprocess.Popen(self._command, env=variables, start_new_session=True))
+            self._processes.append(_started(self._command, variables))
 
     def _variables(self, attempt: int) -> Mapping[str, str]:
         """Return the variables that torch's agent sets, for all ranks."""
@@ -106,11 +109,11 @@ class _Launch:
         self._wait(lambda codes: None not in codes or any(codes) or self._store.is_dead, None)
         codes = self._codes()
         if not any(codes):
+            if None in codes:
+                raise self._store.died()
             return []
         if self._are_ending(codes):
             self._wait(lambda codes: None not in codes, self._plan.shutdown_timeout)
-            if None in codes:
-                raise self._store.died()
         by_themselves = self._codes()
         self._end(signal.SIGTERM, GRACE_AFTER_DEATH)
         interruption = _interruption(by_themselves)
@@ -170,6 +173,14 @@ class _Launch:
         return [process.poll() for process in self._processes]
 
 
+def _started(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, env=variables, start_new_session=True)
+    except OSError as error:
+        hint = " A script needs a first line such as #!/bin/sh." if error.errno == errno.ENOEXEC else ""
+        raise WorldError(f"{command[0]!r} could not be started: {error.strerror}.{hint}") from error
+
+
 def _interruption(codes: Sequence[int | None]) -> int | None:
     """Return the exit code of the first process that was interrupted."""
     return next((code for code in codes if code and reason_of(code)), None)
@@ -179,5 +190,8 @@ def _folder(plan: Plan, stack: ExitStack) -> Path:
     """Return the folder of the processes' records."""
     if plan.log_dir is None:
         return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trainer_lib_")))
-    Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{plan.rdzv_id}_", dir=plan.log_dir))
+    try:
+        Path(plan.log_dir).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{plan.rdzv_id}_", dir=plan.log_dir))
+    except OSError as error:
+        raise ConfigurationError(f"log_dir cannot be written: {error.strerror} ({plan.log_dir}).") from error
