@@ -1,5 +1,6 @@
 """The program `trainer-lib`."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -32,6 +33,16 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     assert completed("trainer-lib", "config", "up") == ["update"]
     assert completed("trainer-lib", "env", "--j") == ["--json"]
     assert completed("trainer-lib", "train", "--label_c") == ["--label_column"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["runs", "--help"], ["launch", "--help", "all"], ["env"]])
+def test_commands_end_quietly_when_nobody_reads_their_output(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head -1` does after a line
+    command = [sys.executable, "-m", "trainer_lib", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:

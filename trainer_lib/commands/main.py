@@ -1,6 +1,7 @@
 """The program `trainer-lib`: runs a command and prints errors in one line."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,26 +30,49 @@ COMMANDS = {
 
 _WRONG_USE = 2
 _INTERRUPTED = 130
+_OUTPUT_CLOSED = 141  # as for a program that SIGPIPE ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 2 for a wrong option, or that of a failed script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
-    if name in ("", "-h", "--help"):
-        print(_usage(), file=sys.stdout if name else sys.stderr)
-        return 0 if name else _WRONG_USE
     try:
-        if name not in COMMANDS:
-            raise ConfigurationError(unknown("command", name, COMMANDS))
-        return importlib.import_module(COMMANDS[name][0]).run(arguments[1:])
+        code = _run(name, arguments[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except TrainerLibError as error:
         print(f"trainer-lib {name}: error: {error}", file=sys.stderr)
         return _WRONG_USE if isinstance(error, (ConfigurationError, UnsupportedError)) else 1
-    except SystemExit as end:  # argparse has printed its help
-        return int(end.code or 0)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except BrokenPipeError:
+        if sys.stdout is None or not _output_is_closed():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        return _OUTPUT_CLOSED
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    if name in ("", "-h", "--help"):
+        print(_usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else _WRONG_USE
+    if name not in COMMANDS:
+        raise ConfigurationError(unknown("command", name, COMMANDS))
+    try:
+        return importlib.import_module(COMMANDS[name][0]).run(arguments)
+    except SystemExit as end:  # argparse has printed its help
+        return int(end.code or 0)
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads standard output any more, as after `| head -1`."""
+    import select
+
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return any(events & select.POLLERR for _, events in output.poll(0))
 
 
 def _usage() -> str:
