@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.runs.histories import BEGUN, line, make_run
+from tests.runs.histories import BEGUN, line, make_run, training
 from trainer_lib.commands.main import main
 from trainer_lib.filesystem.remote_paths import path_at
 from trainer_lib.launchers import run_forked
+from trainer_lib.runs.report.report_data import Source, contents
 from trainer_lib.runs.report.sparkline import shows_sparklines, sparkline
 from trainer_lib.runs.run_environment import describe_process
 from trainer_lib.runs.run_summary import list_runs, summarize_run
@@ -36,6 +37,20 @@ def test_the_summary_of_a_run(tmp_path: Path) -> None:
         file.write(json.dumps(line("save", 100, path=str(checkpoint))) + '\n{"event": "log", "step": 7, "lo')
     summary = summarize_run(folder)
     assert (summary.checkpoint, summary.saved, summary.step) == (str(checkpoint), BEGUN + 100, 100)
+
+
+def test_checkpoints_of_a_run_that_was_moved_are_found(tmp_path: Path) -> None:
+    names = ["checkpoint-00000050", "checkpoint-00000100"]
+    paths = [str(tmp_path / "before" / "checkpoints" / name) for name in names]
+    lines = [line("save", step, path=path, why=["interval"]) for step, path in zip((50, 100), paths, strict=True)]
+    folder = make_run(tmp_path / "before", [*training(), *lines])
+    (tmp_path / "before" / "checkpoints" / names[1]).mkdir(parents=True)  # the other one was deleted
+    folder = folder.rename(tmp_path / "after")
+    moved = folder / "checkpoints" / names[1]
+    assert summarize_run(folder).checkpoint == str(moved)
+    [run] = contents([Source.of(folder)])["runs"]
+    shown = [(entry["name"], entry["path"], entry["is_there"]) for entry in run["checkpoints"]]
+    assert shown[-2:] == [(names[0], paths[0], False), (names[1], str(moved), True)]
 
 
 def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from trainer_lib.checkpointing.format.layout import committed
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
 from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_file import facts_as_bytes
@@ -105,6 +105,13 @@ class RunFolder:
         """Return the run's identity; each checkpoint holds a copy, in case the run file is lost."""
         known = {name: self.facts[name] for name in ("created", "number", "what") if name in self.facts}
         return facts_as_bytes({"run_id": self.run_id, **known})
+
+
+def recorded_checkpoint(folder: AnyPath, recorded: str) -> AnyPath:
+    """Return where a checkpoint is: in the run's folder, which may have been moved, or as recorded."""
+    path = path_at(recorded)
+    moved = folder / CHECKPOINTS / path.name
+    return moved if moved.is_dir() else path
 
 
 def _has_nonfinite(folder: AnyPath) -> bool:

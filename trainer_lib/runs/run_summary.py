@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.filesystem.remote_paths import AnyPath, path_at
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.runs.run_folder import recorded_checkpoint
 from trainer_lib.runs.run_history import number_of
 from trainer_lib.runs.run_status import facts_of, history_file, is_run, standing
 
@@ -82,8 +83,8 @@ def summarize_run(folder: AnyPath) -> RunSummary:
         losses=[] if history is None else history.losses(),
         heard=heard,
     )
-    if save and path_at(str(save.get("path"))).is_dir():
-        summary.checkpoint, summary.saved = str(save["path"]), save.get("time")
+    if save and (checkpoint := recorded_checkpoint(folder, str(save.get("path")))).is_dir():
+        summary.checkpoint, summary.saved = str(checkpoint), save.get("time")
     return summary
 
 

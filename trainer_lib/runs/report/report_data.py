@@ -76,7 +76,9 @@ def _run(source: Source) -> dict[str, Any]:
         "marks": marks([entry for entry in history.events if not is_sample_table(entry)]),
         "evaluations": _evaluations(history, best),
         "samples": sample_tables(history.events),
-        "checkpoints": saves(history.events, state.get("checkpoints") or (), None if best is None else best["step"]),
+        "checkpoints": saves(
+            history.events, state.get("checkpoints") or (), None if best is None else best["step"], source.place
+        ),
         "arguments": flat(facts.get("arguments") or {}),
         "environment": flat({name: _readable(name, value) for name, value in (facts.get("environment") or {}).items()}),
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer_lib.filesystem.remote_paths import is_url
 from trainer_lib.runs.report.formatting import duration, short
+from trainer_lib.runs.run_folder import recorded_checkpoint
 from trainer_lib.runs.run_history import PLACES
 
 _SHOWN = 400  # per kind; a run may skip many steps
@@ -29,26 +30,34 @@ def marks(events: Sequence[Entry]) -> list[dict[str, Any]]:
     return marks_reversed[::-1]
 
 
-def saves(events: Sequence[Entry], known: Sequence[Entry], best_step: int | None) -> list[dict[str, Any]]:
+def saves(events: Sequence[Entry], known: Sequence[Entry], best_step: int | None, folder: str) -> list[dict[str, Any]]:
     """Return the checkpoints, each with the facts recorded when it was saved, and whether it still exists.
 
     Args:
         events: The events of the run.
         known: The checkpoints in the run file, which also lists those saved while the run failed.
         best_step: The step of the best evaluation.
+        folder: The run's folder.
     """
-    checkpoints: dict[Any, dict[str, Any]] = {entry["path"]: {**entry, "why": entry.get("reasons")} for entry in known}
-    checkpoints |= {entry["path"]: dict(entry) for entry in events if entry["event"] == "save" and "path" in entry}
+
+    def now(path: Any) -> str:
+        return str(path) if is_url(folder) or is_url(path) else str(recorded_checkpoint(Path(folder), str(path)))
+
+    saved = [entry for entry in events if entry["event"] == "save" and "path" in entry]
+    checkpoints: dict[str, dict[str, Any]] = {
+        now(entry["path"]): {**entry, "why": entry.get("reasons")} for entry in known[-_SHOWN:]
+    }
+    checkpoints |= {now(entry["path"]): dict(entry) for entry in saved[-_SHOWN:]}
     return [
         {
             "step": entry["step"],
             "epoch": entry.get("epoch"),
             "time": entry.get("time"),
-            "name": Path(str(path)).name,
-            "path": str(path),
+            "name": Path(path).name,
+            "path": path,
             "why": short(entry.get("why") or ["asked"]),
             "took": entry.get("took"),
-            "is_there": None if is_url(path) else Path(str(path)).is_dir(),
+            "is_there": None if is_url(path) else Path(path).is_dir(),
             "is_best": entry["step"] == best_step,
         }
         for path, entry in sorted(checkpoints.items(), key=lambda item: item[1]["step"])[-_SHOWN:]
