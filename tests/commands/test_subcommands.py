@@ -42,6 +42,25 @@ def test_a_model_that_is_not_there_is_named(
     assert "Name a folder with a config.json" in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["estimate-memory", "gpt", "--batch_size", "0"], "The value must be a whole number of at least 1 (got '0')."),
+        (["plan", "gpt", "--world", "two"], "The value must be a whole number of at least 1 (got 'two')."),
+        (
+            ["plan", "gpt", "--memory", "lots"],
+            "'lots' is not a size. Give bytes as a whole number, or ",
+        ),
+    ],
+)
+def test_numbers_that_are_not_allowed_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert f"error: argument {arguments[2]}" in (error := capsys.readouterr().err)
+    assert message in error
+
+
 def test_shards_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = tmp_path / "shards"
     shutil.copytree(SHARDS, shards)

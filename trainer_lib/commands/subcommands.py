@@ -1,6 +1,7 @@
 """The parser of a command, alone or among the commands of another program."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError
@@ -31,3 +32,19 @@ def make_parser(name: str, description: str, subparsers: Any = None, **more: Any
 def add_option(parser: Any, name: str, **options: Any) -> None:
     """Add an option that may be written with hyphens in place of underscores."""
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)
+
+
+def option_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type of options whose errors are those of `read`; argparse hides the text of a `ValueError`.
+
+    Args:
+        read: Turns a text into a value, or raises a `ConfigurationError`.
+    """
+
+    def value_of(text: str) -> Any:
+        try:
+            return read(text)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value_of
