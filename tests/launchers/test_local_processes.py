@@ -19,10 +19,12 @@ import torch.distributed as dist
 
 from tests.launched import PYTHON_PATH, run_launched
 from trainer_lib.commands.main import main
+from trainer_lib.foundation.errors import WorldError
 from trainer_lib.launchers.elastic import run_elastic
 from trainer_lib.launchers.launch_plan import Plan
 from trainer_lib.launchers.local import store_server
 from trainer_lib.launchers.local.local_processes import run_local
+from trainer_lib.launchers.local.local_store import LocalStore
 
 pytestmark = pytest.mark.launch
 
@@ -333,3 +335,19 @@ def test_a_log_folder_that_is_a_file_is_refused(tmp_path: Path, capfd: pytest.Ca
     (tmp_path / "script.py").touch()
     assert main(["launch", "--cpu", "--log_dir", str(tmp_path / "logs"), str(tmp_path / "script.py")]) != 0
     assert "log_dir must be a folder" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes another user's rights")
+def test_a_port_that_the_user_may_not_use_is_named_with_the_reason() -> None:
+    start = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    if int(start.read_text()) < 2:
+        pytest.skip("every user may use every port here")
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        try:
+            LocalStore(1)
+        except WorldError as error:
+            os._exit(0 if str(error).startswith("Port 1 cannot be used: Permission denied.") else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

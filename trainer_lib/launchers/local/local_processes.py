@@ -65,11 +65,11 @@ class _Launch:
                 failures = self._watch()
             finally:
                 self._end(signal.SIGTERM, self._plan.shutdown_timeout)  # after an error of the launcher itself
+            if not failures:
+                return
             number = self._signals.take()
             if number is not None:
                 self._interrupt(number)
-            if not failures:
-                return
             error = failed(failures, self._plan.world_size, is_printed=True)
             if attempt == self._plan.max_restarts:
                 raise error

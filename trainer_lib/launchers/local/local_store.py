@@ -1,5 +1,7 @@
 """The store of the processes of one machine: at a port that is bound at once, and served a little later."""
 
+import errno
+import os
 import socket
 import subprocess
 import sys
@@ -25,7 +27,7 @@ class LocalStore:
         is_lazy: Whether to serve it only once a process connects.
 
     Raises:
-        WorldError: If the port is in use.
+        WorldError: If the port cannot be used.
     """
 
     def __init__(self, port: int, *, is_lazy: bool = False) -> None:
@@ -35,7 +37,10 @@ class LocalStore:
         try:
             self._listener = socket.create_server((LOCALHOST, port), backlog=socket.SOMAXCONN)
         except OSError as error:
-            raise port_is_taken(port) from error
+            if error.errno == errno.EADDRINUSE:
+                raise port_is_taken(port) from error
+            reason = os.strerror(error.errno or 0)
+            raise WorldError(f"Port {port} cannot be used: {reason}. Leave it out to use a free one.") from error
         self.address: str = LOCALHOST
         self.port: int = self._listener.getsockname()[1]
 
