@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.trainer.evaluated import Bench
 from tests.worlds import run_world
-from trainer_lib import FullyShardedDataParallelPlugin
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.eval_loop import EvaluationSet
 from trainer_lib.trainer.evaluation.generation import generate_step
@@ -187,3 +187,16 @@ def test_predictions_of_processes_are_those_of_one(sharded: bool) -> None:
         assert_continued(predictions, wanted)
         assert [[label for label in row if label != -100] for row in labels.tolist()] == ANSWERS
         assert metrics == {"eval_tokens": tokens}
+
+
+def test_a_sharded_model_runs_its_encoder_by_itself() -> None:
+    """`generate` of an encoder and decoder calls the encoder, and not the model, first."""
+    prompt = [5, 6, 7]
+
+    def body() -> list[list[int]]:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        model = accelerator.unwrap_model(accelerator.prepare(seq2seq()))
+        return [alone(model, prompt) for _ in range(2)]
+
+    wanted = alone(seq2seq(), prompt)
+    assert run_world(body, num_processes=2, timeout=60) == [[wanted, wanted]] * 2

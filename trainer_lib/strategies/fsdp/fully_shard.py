@@ -183,13 +183,15 @@ class ShardedModel:
 def _sharded(
     model: nn.Module, inner: Sequence[nn.Module], plugin: FullyShardedDataParallelPlugin, arguments: dict[str, Any]
 ) -> "list[FSDPModule]":
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     reshard = plugin.reshard_after_forward
     # Inner modules first: each one takes the parameters that no other has taken.
     blocks = [fully_shard(m, reshard_after_forward=reshard, **arguments) for m in reversed(inner)][::-1]
     # The root's parameters are needed at the start of the backward, so freeing them after the forward saves nothing.
     root = fully_shard(model, reshard_after_forward=False if reshard is False else None, **arguments)
+    if callable(getattr(model, "generate", None)):  # that of an encoder and decoder calls the encoder by itself
+        register_fsdp_forward_method(model, "generate")
     if plugin.forward_prefetch:
         for block, following in zip([root, *blocks], blocks, strict=False):
             block.set_modules_to_forward_prefetch([following])
