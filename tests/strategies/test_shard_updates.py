@@ -41,6 +41,11 @@ class _Other(torch.optim.AdamW):
         return super().step(closure)
 
 
+class _OtherAdafactor(torch.optim.Adafactor):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 def _sharded() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -101,8 +106,13 @@ def _whole(kind: type[Optimizer], options: dict[str, Any], model: nn.Module) -> 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(torch.optim.Rprop, {}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True})],
-    ids=["rprop", "sgd, fused"],
+    [
+        (torch.optim.Rprop, {}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+        (torch.optim.Adafactor, {"lr": 0.1, "weight_decay": 0.1}),
+        (torch.optim.Adafactor, {"lr": 0.1, "foreach": True}),
+    ],
+    ids=["rprop", "sgd, fused", "adafactor", "adafactor, many at once"],
 )
 def test_optimizers_that_cannot_update_dtensors_update_shards(kind: type[Optimizer], options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -177,7 +187,7 @@ def test_a_prepared_optimizer_gets_plain_tensors() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(_Named, True), (_Other, False), (torch.optim.Adafactor, False), (torch.optim.Muon, False), (Optimizer, False)],
+    [(_Named, True), (_Other, False), (_OtherAdafactor, False), (torch.optim.Muon, False), (Optimizer, False)],
 )
 def test_optimizers_with_an_update_of_their_own_are_left_alone(kind: type[Optimizer], expected: bool) -> None:
     if kind is not Optimizer:

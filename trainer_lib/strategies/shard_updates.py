@@ -1,4 +1,4 @@
-"""`update_shards`: torch's optimizers update this rank's parts of weights as plain tensors, many at once."""
+"""`update_shards`: torch's optimizers update parts of weights as plain tensors; Adafactor gathers whole ones."""
 
 import inspect
 from functools import partial
@@ -25,7 +25,12 @@ def updates_shards(kind: type[Optimizer]) -> bool:
         >>> updates_shards(torch.optim.AdamW), updates_shards(torch.optim.Adafactor)
         (True, False)
     """
-    base = next((base for base in kind.__mro__ if base in _ELEMENTWISE), None)
+    return _steps_like(kind, _ELEMENTWISE)
+
+
+def _steps_like(kind: type[Optimizer], bases: tuple[type[Optimizer], ...]) -> bool:
+    """Whether a class is one of `bases`, or inherits its step."""
+    base = next((base for base in kind.__mro__ if base in bases), None)
     return base is not None and all(
         inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(base, name)) for name in ("step", "_init_group")
     )
@@ -37,8 +42,10 @@ def update_shards(optimizer: Optimizer) -> bool:
     The numbers are those of an update of DTensors. These go through torch's rules of layouts, which takes longer than
     the update: for each operation in each step, and the first time for each operation and list of shapes. And only
     plain tensors are updated many at once where neither `foreach` nor `fused` is given. State and parameter groups hold
-    DTensors, as before.
+    DTensors, as before. Adafactor needs whole weights and gradients, which are gathered one after the other.
     """
+    if _steps_like(type(optimizer), (torch.optim.Adafactor,)):
+        vars(optimizer).setdefault("_init_group", partial(_update_whole, ref(optimizer)))
     if not updates_shards(type(optimizer)):
         return False
     if "_init_group" not in vars(optimizer):
@@ -87,3 +94,38 @@ def _name_by_weights(weights: list[tuple[Tensor, Any]], optimizer: Any, *argumen
         if momentum is not None and _local(state.get("momentum_buffer")) is not momentum:
             state["momentum_buffer"] = with_part(weight, momentum)
     weights.clear()
+
+
+def _update_whole(
+    reference: Any, group: dict[str, Any], weights: list[Any], gradients: list[Any], *states: list[Any]
+) -> Any:
+    """Gather and update the sharded weights of a group of Adafactor one after the other, and leave it the plain ones.
+
+    It scales an update by norms of the weight and of the update, of which DTensors would give each rank its own part.
+    """
+    from torch.optim._adafactor import adafactor  # pyright: ignore[reportPrivateUsage]
+
+    optimizer = reference()
+    facts = type(optimizer)._init_group(optimizer, group, weights, gradients, *states)
+    rows = [list(row) for row in zip(weights, gradients, *states, strict=True)]
+    options = {name: group[name] for name in ("d", "lr", "beta2_decay", "weight_decay", "maximize")}
+    eps1, eps2 = group["eps"]
+    for row in rows:
+        if hasattr(row[0], "_local_tensor"):
+            whole = [value.full_tensor() if hasattr(value, "_local_tensor") else value for value in row]
+            adafactor(*([value] for value in whole), eps1=eps1, eps2=eps2, foreach=False, **options)
+            del row[1], whole[1]
+            for value, result in zip(row, whole, strict=True):
+                if hasattr(value, "_local_tensor"):
+                    _keep_part(value, result)
+    plain = [row for row in rows if not hasattr(row[0], "_local_tensor")]
+    for index, values in enumerate((weights, gradients, *states)):
+        values[:] = [row[index] for row in plain]
+    return facts
+
+
+def _keep_part(shards: Any, whole: Tensor) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = shards.device_mesh
+    shards.copy_(DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False))
