@@ -157,6 +157,25 @@ def test_what_cannot_be_sharded_is_told_on_all_processes() -> None:
             assert text.replace("prepare failed on rank 0: ", "").startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "instead"),
+    [
+        ("transformers.optimization", "Adafactor", "torch.optim.Adafactor"),
+        ("bitsandbytes.optim", "AdamW8bit", "8-bit states of torchao"),
+    ],
+)
+def test_optimizers_that_need_whole_weights_are_refused(module: str, name: str, instead: str) -> None:
+    kind: Any = getattr(pytest.importorskip(module), name)
+
+    def refused(accelerator: Accelerator) -> None:
+        network = stack()
+        accelerator.prepare(network, kind(network.parameters(), lr=0.1, **options))
+
+    options = {"relative_step": False} if name == "Adafactor" else {}
+    words = f"UnsupportedError: {name} updates whole weights, and FSDP shards or splits them. Use {instead}"
+    assert _told(refused).startswith(words)
+
+
 class _Sometimes(nn.Module):
     """Uses its head where it is told to, and has a weight without values."""
 

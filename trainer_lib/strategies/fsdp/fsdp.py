@@ -25,6 +25,11 @@ from trainer_lib.strategies.shard_updates import update_shards
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Their steps mix shards with plain tensors, or call kernels that take no shards.
+_FOR_WHOLE_WEIGHTS = {
+    "bitsandbytes": '8-bit states of torchao (optimizer="adamw_torch_8bit" in a Trainer)',
+    "transformers": 'torch.optim.Adafactor (optimizer="adafactor")',
+}
 _COMPUTE_TYPES = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -85,6 +90,7 @@ class FSDP(Strategy):
 
         Raises:
             PreparationError: If the optimizer already has a state.
+            UnsupportedError: If its class cannot update shards.
         """
         if not any(known is optimizer for known, _ in self._step_hooks):
             self._step_hooks.append((optimizer, optimizer.register_step_post_hook(self._after_step)))
@@ -101,6 +107,7 @@ class FSDP(Strategy):
             if not takes_any:
                 self._refuse_mixed(optimizer, settings)
         self._after_step()
+        self._refuse_for_whole_weights(optimizer)
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the shards of weights that a forward without a backward has left whole."""
@@ -230,6 +237,16 @@ class FSDP(Strategy):
     def _sharded(self, model: nn.Module) -> ShardedModel | None:
         inner = self.bare(model)
         return next((sharded for sharded in self._models if sharded.model is inner), None)
+
+    def _refuse_for_whole_weights(self, optimizer: Optimizer) -> None:
+        """Raise for an optimizer of a library whose optimizers would fail at their first step."""
+        packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+        instead = next((better for package, better in _FOR_WHOLE_WEIGHTS.items() if package in packages), None)
+        if instead and any(hasattr(p, "_local_tensor") for group in optimizer.param_groups for p in group["params"]):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} updates whole weights, and {self.method} shards or splits them. Use "
+                f"{instead}, or whole weights on each rank (DDP)."
+            )
 
     def _refuse_mixed(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
         """Raise for a fused or foreach optimizer whose group has both shards and whole weights."""
