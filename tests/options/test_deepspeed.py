@@ -222,6 +222,13 @@ def test_bad_values_are_refused(fields: dict[str, Any], says: str) -> None:
         DeepSpeedPlugin(**fields)
 
 
+def test_a_misspelt_section_is_refused_and_one_that_is_commented_out_is_not() -> None:
+    with pytest.raises(ConfigurationError, match=r"has 'zero_optimizaton'\. Did you mean 'zero_optimization'\?"):
+        DeepSpeedPlugin({"zero_optimizaton": {"stage": 3}})
+    section = {"stage": 3}
+    assert DeepSpeedPlugin({"_optimizer": {}, "bfloat16": {}, "zero_optimization": section}).zero_stage == 3
+
+
 @pytest.mark.parametrize(("text", "says"), [("{", "is no valid JSON"), ("[]", "must hold a JSON object .got list")])
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "ds.json"

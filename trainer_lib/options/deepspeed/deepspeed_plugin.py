@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from trainer_lib.foundation import environment
@@ -24,6 +25,12 @@ KEYS = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 """The dotted key in DeepSpeed's file of each field of `DeepSpeedPlugin` that has one."""
+
+# A section under another name would have no effect: DeepSpeed does not look at it either.
+_SECTIONS = (
+    "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "gradient_accumulation_steps", "gradient_clipping",
+    "train_batch_size", "train_micro_batch_size_per_gpu",
+)  # fmt: skip
 
 _WITHOUT_FILE: dict[str, Any] = {
     "train_batch_size": AUTO,
@@ -92,6 +99,7 @@ class DeepSpeedPlugin:
             self.hf_ds_config = _WITHOUT_FILE
             self.zero_stage = 2 if self.zero_stage is None else self.zero_stage
         self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        self._check_sections()
         self._merge()
         self._check_values()
         self._check_offloading()
@@ -245,6 +253,12 @@ class DeepSpeedPlugin:
     def _read_back(self) -> None:
         for name, key in KEYS.items():
             setattr(self, name, self.get_value(key))
+
+    def _check_sections(self) -> None:
+        for name in self.deepspeed_config.keys() - _SECTIONS:
+            meant = get_close_matches(name, _SECTIONS, n=1, cutoff=0.85)
+            if meant and name[0].isalpha():  # others, such as "_optimizer", are commented out
+                raise ConfigurationError(f"The DeepSpeed config has {name!r}. Did you mean {meant[0]!r}?")
 
     def _check_values(self) -> None:
         check_choice(KEYS["zero_stage"], self.zero_stage, (0, 1, 2, 3))
