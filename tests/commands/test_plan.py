@@ -109,6 +109,7 @@ def test_a_mesh_and_a_lever_are_suggested_that_fit(folder: str, plan: Plan) -> N
     assert "Tried before, fewest messages first, and what each takes at least: dp_replicate " in mesh
     lever, mesh = suggested("1KB")
     assert lever.startswith("No lever makes this mesh fit into 1000 bytes. Tried: --chunked_cross_entropy")
+    assert "--optimizer adamw_torch_8bit" in lever  # not bitsandbytes' states of 8 bits, which need whole weights
     lever, _ = plan(folder, "--world", "1", "--memory", "1KB").splitlines()[-2:]
     assert "--optimizer_in_backward (without gradient clipping: max_grad_norm=None) " in lever
     assert mesh.startswith("No mesh of copies, shards, tp, pp and cp fits into 1000 bytes.")
