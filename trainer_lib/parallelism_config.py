@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.light_dataclasses import LightDataclass
-from trainer_lib.options.base import check_count
+from trainer_lib.options.base import Options, check_count
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
@@ -28,7 +27,7 @@ _HANDLERS = {
 
 
 @dataclass(repr=False, eq=False)
-class ParallelismConfig(LightDataclass):
+class ParallelismConfig(Options):
     """How the processes are arranged; what is left at `None` is what the launcher says, or else 1.
 
     Args:

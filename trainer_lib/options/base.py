@@ -2,14 +2,16 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 from collections.abc import Iterable
 from enum import EnumMeta, StrEnum
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from trainer_lib.foundation.error_values import shown
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, unknown
 from trainer_lib.foundation.light_dataclasses import LightDataclass
+from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
 
 
 class EnumWithContains(EnumMeta):
@@ -36,7 +38,22 @@ class BaseEnum(StrEnum, metaclass=EnumWithContains):
         raise ConfigurationError(unknown(kind, value, cls.list()))
 
 
-class KwargsHandler(LightDataclass):
+class Options(LightDataclass):
+    """A dataclass of options, which answers a name that it does not have with the nearest one."""
+
+    __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
+
+    # Runs before __init__, which would raise a TypeError for an unknown name and could not suggest a known one.
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Check the names of the options."""
+        del positional
+        for name in unknown_keywords(cls.__init__, named):
+            known = inspect.signature(cls).parameters
+            raise SignatureError(unknown(f"option of {cls.__name__}", name, known))
+        return super().__new__(cls)
+
+
+class KwargsHandler(Options):
     """A dataclass of options that can list those that differ from the defaults."""
 
     def to_dict(self) -> dict[str, Any]:

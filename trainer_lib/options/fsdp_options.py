@@ -9,9 +9,8 @@ from torch import nn
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.options import fsdp1_translation
-from trainer_lib.options.base import check_count, check_flag
+from trainer_lib.options.base import Options, check_count, check_flag
 from trainer_lib.options.fsdp1_translation import Offload, Strategy, WholeState
 
 # The default of torch's size_based_auto_wrap_policy.
@@ -26,7 +25,7 @@ _FLAGS = (
 
 
 @dataclass(repr=False, eq=False)
-class FullyShardedDataParallelPlugin(LightDataclass):
+class FullyShardedDataParallelPlugin(Options):
     """How a model is sharded: each rank holds a part of each weight, its gradient and its optimizer state.
 
     Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). FSDP1's options are translated: `notes` says what each

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.light_dataclasses import LightDataclass
-from trainer_lib.options.base import check_count
+from trainer_lib.options.base import Options, check_count
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -15,7 +14,7 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of inputs bef
 
 
 @dataclass(repr=False, eq=False)
-class TorchPipelineParallelConfig(LightDataclass):
+class TorchPipelineParallelConfig(Options):
     """How a model is cut: `ParallelismConfig(pp_size=2, pp_handler=TorchPipelineParallelConfig(…))`.
 
     Args:

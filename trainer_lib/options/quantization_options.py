@@ -8,6 +8,7 @@ import torch
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.options.base import Options
 from trainer_lib.options.enums import CustomDtype
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -15,7 +16,7 @@ _THRESHOLD = 6.0
 
 
 @dataclass
-class BnbQuantizationConfig:
+class BnbQuantizationConfig(Options):
     """How `load_and_quantize_model` quantizes the linear layers of a model with bitsandbytes, to 8 or 4 bits.
 
     Args:

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.light_dataclasses import LightDataclass
-from trainer_lib.options.base import check_count, check_flag
+from trainer_lib.options.base import Options, check_count, check_flag
 
 
 @dataclass(repr=False, eq=False)
-class TorchTensorParallelConfig(LightDataclass):
+class TorchTensorParallelConfig(Options):
     """How tensor parallelism splits a model: `ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(…))`.
 
     Args:
@@ -46,7 +45,7 @@ class TorchTensorParallelConfig(LightDataclass):
 
 
 @dataclass(repr=False, eq=False)
-class TorchTensorParallelPlugin(LightDataclass):
+class TorchTensorParallelPlugin(Options):
     """The older option of tensor parallelism; `ParallelismConfig(tp_size=…)` says the same.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.base import check_choice, check_count, check_flag, check_positive
+from trainer_lib.options.base import Options, check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
 from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig
 from trainer_lib.options.deepspeed.launcher_values import fill_from_launcher
@@ -42,7 +42,7 @@ _WITHOUT_FILE: dict[str, Any] = {
 
 
 @dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(Options):
     """The values of a DeepSpeed file, with fields for the most used ones.
 
     A field that is set adds its value to the file's, or replaces an `"auto"`; one that differs from the file's value

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.base import check_choice, check_count, check_flag
+from trainer_lib.options.base import Options, check_choice, check_count, check_flag
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
 from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
@@ -31,7 +31,7 @@ _METHODS = ("uniform", "block")
 
 
 @dataclass
-class MegatronLMPlugin:
+class MegatronLMPlugin(Options):
     """Megatron-LM's options, for scripts that have them: each becomes the option of this library that does the same.
 
     Megatron-LM itself is not needed and does not run. A field without a counterpart is refused when it is set. Fields
