@@ -230,6 +230,7 @@ MEMBERS: dict[str, str] = {
 }
 
 _OPTIMIZER_AND_SCHEDULER = "configure_optimizer(self) and configure_scheduler(self, optimizer, total_steps, name)"
+
 # Attributes of Hugging Face's arguments that are no arguments, and what to use here.
 ATTRIBUTES: dict[str, str] = {
     "device": "accelerator.device of the Trainer",
