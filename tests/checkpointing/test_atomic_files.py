@@ -1,10 +1,15 @@
 """Files that are there completely or not at all, after a power failure too."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from trainer_lib import Accelerator
+from trainer_lib.checkpointing.format.layout import is_committed, partial_beside
 from trainer_lib.filesystem.atomic_files import replace_file
 
 
@@ -39,3 +44,55 @@ def test_what_was_there_stays_if_writing_fails(tmp_path: Path) -> None:
         replace_file(tmp_path / "state", fails)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert (tmp_path / "state").read_text() == "before"
+
+
+def test_all_files_of_a_checkpoint_are_on_the_disk_before_it_is_there(
+    flushed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(300, 1000)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rename = Path.rename
+
+    def noting(path: Path, target: Path) -> Path:
+        flushed.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noting)
+    accelerator.save_state(tmp_path / "state")
+    partial = str(partial_beside(tmp_path / "state"))
+    before = flushed[: flushed.index("renamed")]
+    files = [path.name for path in (tmp_path / "state").iterdir()]
+    assert sorted(path for path in before if path.startswith(f"{partial}/")) == sorted(
+        f"{partial}/{name}" for name in files
+    )
+    assert before[-2:] == [f"{partial}/manifest.json", partial]
+    assert flushed[-1] == str(tmp_path)
+
+
+AT_EXIT = """
+import atexit, os, sys, torch
+from trainer_lib import Accelerator
+
+fsync = os.fsync
+
+def noting(descriptor):
+    print(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+    fsync(descriptor)
+
+os.fsync = noting
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+atexit.register(accelerator.save_state, sys.argv[1])
+"""
+
+
+@pytest.mark.launch
+def test_a_program_may_save_while_it_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, str(folder)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert is_committed(folder)
+    assert {path.name for path in folder.iterdir()} <= set(done.stdout.splitlines())  # they are on the disk

@@ -6,7 +6,9 @@ A kill at any moment leaves the older checkpoint of the same name where loading 
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -78,19 +80,21 @@ class CheckpointWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, files: Mapping[str, Content]) -> None:
-        """Write the files of this rank, and sync them to the disk."""
-        for name, content in files.items():
-            path = self.folder / name
-            try:
-                path.parent.mkdir(exist_ok=True)
-                checksum = content.write(path)
-                sync(path)
-            except TrainerLibError:
-                raise
-            except (OSError, RuntimeError) as error:
-                raise _cannot_write(path, error, sum(content.size for content in files.values())) from error
-            self._written[name] = checksum
-            self.finite.check(name, content)
+        """Write the files of this rank, and sync them to the disk, each while it is checked and the next is written."""
+        size = sum(content.size for content in files.values())
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sync") as disk:
+            syncs: dict[Path, Future[None] | None] = {}
+            for name, content in files.items():
+                path = self.folder / name
+                with _explained(path, size):
+                    path.parent.mkdir(exist_ok=True)
+                    self._written[name] = content.write(path)
+                    syncs[path] = _sync_beside(disk, path)
+                self.finite.check(name, content)
+            for path, synced in syncs.items():
+                with _explained(path, size):
+                    if synced is not None:
+                        synced.result()
 
     def commit(self, manifest: Manifest | None) -> None:
         """Write the manifest and rename the folder, once all ranks have written their files.
@@ -178,6 +182,25 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copy2(source, target)
+
+
+def _sync_beside(disk: ThreadPoolExecutor, path: Path) -> Future[None] | None:
+    try:
+        return disk.submit(sync, path)
+    except RuntimeError:  # the interpreter is ending
+        sync(path)
+        return None
+
+
+@contextmanager
+def _explained(path: Path, bytes_needed: int) -> Generator[None]:
+    """Name the file that could not be written, and the free space."""
+    try:
+        yield
+    except TrainerLibError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise _cannot_write(path, error, bytes_needed) from error
 
 
 def _cannot_write(path: Path, error: Exception, bytes_needed: int | None = None) -> UnwritableError:
