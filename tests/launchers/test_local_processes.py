@@ -222,7 +222,9 @@ FAILS_AND_HANGS = """
 import os, signal, sys
 from pathlib import Path
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a process that waits in a collective
+def note(*_): Path(sys.argv[1], f"1{os.environ['RANK']}").touch()
+
+signal.signal(signal.SIGTERM, note)  # it does not end, as a process that waits in a collective
 Path(sys.argv[1], os.environ["RANK"]).touch()
 if os.environ["RANK"] == "0":
     while True:
@@ -238,8 +240,7 @@ def test_a_signal_to_the_launcher_after_a_failure_is_not_answered_by_a_restart(t
     script.write_text(FAILS_AND_HANGS + "os._exit(5)")
     command = [*COMMAND, "--num_processes", "2", "--max_restarts", "1", str(script), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=paths()) as launch:
-        await_files(tmp_path, 2)
-        time.sleep(0.5)  # the launcher gives rank 0 three seconds to end
+        await_files(tmp_path, 3)  # the launcher has told rank 0 to end, and gives it three seconds
         launch.terminate()
         _, err = launch.communicate(timeout=30)
     assert launch.returncode == 128 + signal.SIGTERM
@@ -251,11 +252,11 @@ def test_a_signal_to_the_launcher_after_a_failure_is_not_answered_by_a_restart(t
 def test_a_second_signal_ends_processes_that_ignore_the_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILS_AND_HANGS + "while True: signal.pause()")
-    command = [*COMMAND, "--num_processes", "2", "--shutdown_timeout", "600", str(script), str(tmp_path)]
+    command = [*COMMAND, "--num_processes", "2", "--shutdown_timeout", "60", str(script), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=paths()) as launch:
         await_files(tmp_path, 2)
         launch.terminate()
-        time.sleep(0.2)
+        await_files(tmp_path, 4)
         launch.terminate()  # the same request once more
         time.sleep(1.5)
         assert launch.poll() is None
@@ -264,7 +265,7 @@ def test_a_second_signal_ends_processes_that_ignore_the_first(tmp_path: Path) ->
 
 
 def await_files(folder: Path, number: int) -> None:
-    """Wait until the ranks have written their files."""
+    """Wait until the ranks have written their files: one each, and one each at SIGTERM."""
     ends = time.monotonic() + 60
     while len([path for path in folder.iterdir() if path.name.isdigit()]) < number:
         assert time.monotonic() < ends

@@ -3,14 +3,12 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.commands.subcommands import add_option, make_parser, option_type
+from trainer_lib.commands.subcommands import add_option, count, make_parser
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, unknown
 from trainer_lib.foundation.imports import is_timm_available, is_transformers_available, require
-from trainer_lib.launchers.setting import COUNT
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 _SHARES = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}  # of the size in float32
 _PARTS = ["strategy", "precision", "weights", "gradients", "optimizer", "activations", "total", ""]
 _BAR = 24  # characters of the longest bar
-_COUNT = option_type(partial(COUNT.check, "The value"))
 _HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam (Peak vRAM)"]
 
 
@@ -178,9 +175,9 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")
     parser.add_argument("--dtypes", nargs="+", choices=list(_SHARES), default=list(_SHARES), help="default: all")
-    add_option(parser, "num_processes", type=_COUNT, default=1, help="devices of a training: with several, FSDP too")
-    add_option(parser, "batch_size", type=_COUNT, default=1, help="samples on each device (default: 1)")
-    add_option(parser, "sequence_length", type=_COUNT, default=512, help="tokens of a sample (default: 512)")
+    add_option(parser, "num_processes", type=count, default=1, help="devices of a training: with several, FSDP too")
+    add_option(parser, "batch_size", type=count, default=1, help="samples on each device (default: 1)")
+    add_option(parser, "sequence_length", type=count, default=512, help="tokens of a sample (default: 512)")
     add_option(parser, "trust_remote_code", action="store_true", help="let code of the model on the Hub run")
     parser.set_defaults(func=estimate_command)
     return parser

@@ -2,9 +2,11 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.setting import COUNT
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,3 +50,7 @@ def option_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return value_of
+
+
+count: Callable[[str], int] = option_type(partial(COUNT.check, "The value"))
+"""The type of options that take a whole number of at least 1."""

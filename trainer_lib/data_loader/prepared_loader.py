@@ -427,9 +427,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if self._reader.low_memory:
             return None
         start = EpochStart.from_state_dict(state["start"])
-        if (
-            "sample_generators" not in state and self._reader.style == "iterable"
-        ):  # saved when of a dataset's generators only `generator` was
+        is_older = "sample_generators" not in state  # of a dataset's generators it has only `generator`
+        if is_older and self._reader.style == "iterable":
             start = replace(start, own=[*start.own, *self._reader.generator_states()[len(start.own) :]])
         saved, current = len(start.own), len(self._reader.generator_states())
         if saved != current:

@@ -1,14 +1,10 @@
 """The options of `trainer-lib plan`."""
 
 import argparse
-from functools import partial
 
-from trainer_lib.commands.subcommands import add_option, make_parser, option_type
+from trainer_lib.commands.subcommands import add_option, count, make_parser, option_type
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
-from trainer_lib.launchers.setting import COUNT
 from trainer_lib.options.pipeline_options import LOOPED, SINGLE
-
-_COUNT = option_type(partial(COUNT.check, "The value"))
 
 SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
 _SIZES_HELP = {
@@ -38,10 +34,10 @@ def plan_command_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a script, a folder with a config.json, such a file, or a name on the Hugging Face Hub"
     )
-    parser.add_argument("--world", type=_COUNT, help="the number of ranks; of a script's mesh unless given")
+    parser.add_argument("--world", type=count, help="the number of ranks; of a script's mesh unless given")
     for name, help_text in _SIZES_HELP.items():
-        add_option(parser, name, type=_COUNT, help=f"{help_text} (default: 1)")
-    add_option(parser, "dp_replicate", type=_COUNT, help="copies of the model (default: what is left of the world)")
+        add_option(parser, name, type=count, help=f"{help_text} (default: 1)")
+    add_option(parser, "dp_replicate", type=count, help="copies of the model (default: what is left of the world)")
     add_option(
         parser,
         "memory",
@@ -51,12 +47,12 @@ def plan_command_parser() -> argparse.ArgumentParser:
     precisions = ["no", "bf16", "bf16-true", "fp16"]
     names = ("--mixed_precision", "--mixed-precision", "--precision")
     parser.add_argument(*names, choices=precisions, help="default: bf16, or the script's")
-    add_option(parser, "batch_size", type=_COUNT, help="samples of a micro-batch of a replica (default: 1)")
-    add_option(parser, "sequence_length", type=_COUNT, help="tokens of a sample (default: 512, or the script's)")
+    add_option(parser, "batch_size", type=count, help="samples of a micro-batch of a replica (default: 1)")
+    add_option(parser, "sequence_length", type=count, help="tokens of a sample (default: 512, or the script's)")
     names = ("--gradient_accumulation_steps", "--gradient-accumulation-steps", "--micro_batches", "--micro-batches")
-    parser.add_argument(*names, type=_COUNT, help="micro-batches of an optimizer step (default: 1)")
+    parser.add_argument(*names, type=count, help="micro-batches of an optimizer step (default: 1)")
     add_option(parser, "schedule", choices=[*SINGLE, *LOOPED], help="of a pipeline (default: 1F1B)")
-    add_option(parser, "stages_per_rank", type=_COUNT, help="stages of a pipeline that each rank holds")
+    add_option(parser, "stages_per_rank", type=count, help="stages of a pipeline that each rank holds")
     add_option(
         parser, "cp_comm_strategy", choices=["allgather", "ring"], help="how cp exchanges keys (default: allgather)"
     )
@@ -64,7 +60,7 @@ def plan_command_parser() -> argparse.ArgumentParser:
     add_option(parser, "cpu_offload", action="store_true", help="FSDP2 keeps shards in CPU memory")
     for name, help_text in _LEVERS.items():
         add_option(parser, name, action="store_true", help=help_text)
-    add_option(parser, "gradient_checkpointing_every", type=_COUNT, help="recompute those of every n-th block only")
+    add_option(parser, "gradient_checkpointing_every", type=count, help="recompute those of every n-th block only")
     add_option(parser, "gradient_checkpointing_policy", help="as in TrainingArguments")
     add_option(parser, "with_weights", action="store_true", help="let a script's models have real weights")
     add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")

@@ -138,7 +138,8 @@ class DDP(Strategy):
         """Raise if options set how DDP reduces gradients, or need a first backward that is reduced."""
         default = DistributedDataParallelKwargs()
         options = self.options or default
-        conflicts = [n for n in ("comm_hook", "static_graph") if getattr(options, n) != getattr(default, n)]
+        names = ("comm_hook", "static_graph")
+        conflicts = [name for name in names if getattr(options, name) != getattr(default, name)]
         if conflicts:
             raise UnsupportedError(
                 f"DistributedDataParallelKwargs({conflicts[0]}=…) sets how DDP reduces gradients, and with the batch "

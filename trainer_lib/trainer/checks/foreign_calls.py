@@ -48,7 +48,7 @@ _OF_SEARCH = {
     "hp_name": "nothing: trials are named by their number",
 }
 # Of methods that are called in another form: what to give.
-_FORMS = {
+FORMS = {
     "log": "Log values one by one: for name, value in values.items(): trainer.log(name, value).",
     "push_to_hub": 'Give the repository: push_to_hub("owner/name", commit_message="…").',
     "search": "Give search(space, n), with space={name: [values] or (low, high)}, or a function of a trial.",
@@ -97,7 +97,7 @@ def explains_form(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
             renamed = [f"{key} is {_OF_SEARCH[key]} here." for key in named if key in _OF_SEARCH]
             name = method.__name__
             problem = f"{name}{str(error).partition(name)[2]}."
-            raise SignatureError(" ".join([problem, *renamed, _FORMS[name]])) from None
+            raise SignatureError(" ".join([problem, *renamed, FORMS[name]])) from None
 
     return call
 

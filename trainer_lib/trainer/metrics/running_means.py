@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Weight = float | Tensor
 
-_ONE_BY_ONE = "Log values one by one: for name, value in values.items(): trainer.log(name, value)."
 _OTHERS = (
     " Images, tables and texts go to a tracker by its name, in a callback: "
     'run.accelerator.get_tracker("wandb").log_images(…).'
@@ -56,7 +55,9 @@ class RunningMeans:
             ConfigurationError: If it is not one number.
         """
         if not isinstance(name, str) or not isinstance(weight, (int, float, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            hint = f" {_ONE_BY_ONE}" if isinstance(name, dict) else ""
+            from trainer_lib.trainer.checks.foreign_calls import FORMS
+
+            hint = f" {FORMS['log']}" if isinstance(name, dict) else ""
             raise ConfigurationError(
                 f"log(name, value, weight) takes a text and numbers, got {name!r} and {weight!r}.{hint}"
             )
