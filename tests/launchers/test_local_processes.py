@@ -108,11 +108,14 @@ def test_the_store_outlives_a_ctrl_c_that_the_processes_wait_out(tmp_path: Path)
         JOIN
         + """
 import signal
+import threading
 import torch.distributed as dist
 
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+interrupted = threading.Event()
+signal.signal(signal.SIGINT, lambda *_: interrupted.set())
 print("ready", flush=True)
-signal.sigwait([signal.SIGINT])
+while not interrupted.wait(timeout=0.05):  # another thread may have been interrupted, which wakes nobody
+    pass
 group = dist.new_group([0, 1])  # which takes the store
 dist.barrier(group)
 print("saved", flush=True)
