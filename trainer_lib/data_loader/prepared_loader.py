@@ -4,6 +4,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -352,6 +353,22 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         """Make the next pass the first one, from its start and in its order."""
         self._progress.rewind()
         self._reader.set_epoch(0)
+
+    def generators_kept(self) -> AbstractContextManager[None]:
+        """Return a context after which the generators of the loader, its sampler and its dataset are as before.
+
+        Those of workers are copies, which end with the workers.
+
+        Example:
+            >>> from trainer_lib.data_loader import prepare_data_loader
+            >>> drawn = DataLoader(range(5), shuffle=True, generator=torch.Generator().manual_seed(0))
+            >>> loader = prepare_data_loader(drawn, num_processes=1)
+            >>> with loader.generators_kept():
+            ...     first = torch.cat(list(loader))
+            >>> torch.equal(first, torch.cat(list(loader)))
+            True
+        """
+        return self._reader.generators_kept()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the pass, and how many of its samples were delivered to all ranks.

@@ -6,7 +6,8 @@ Everything else of the loader is kept: its class, collate function, workers, pin
 import copy
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 from weakref import ref
 
@@ -163,6 +164,17 @@ class Reader(ABC):
         states, self._loaded_samples = self._loaded_samples, []
         if len(states) == len(self.sample_generators):  # otherwise it is another dataset, or draws in another way
             for generator, state in zip(self.sample_generators, states, strict=True):
+                set_state(generator, state)
+
+    @contextmanager
+    def generators_kept(self) -> Generator[None]:
+        """Return a context after which the generators of the loader, its sampler and its dataset are as before."""
+        generators = unique([*self._generators, *self.sample_generators])
+        before = [state_of(generator) for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
                 set_state(generator, state)
 
     @property

@@ -68,7 +68,7 @@ class EvalBatches:
         """Yield this rank's batches without repeated samples, until the run is asked to end."""
         loader.rewind()
         self.is_interrupted, leaves = False, run.control.leaves
-        with _without_repeats(loader, self._in_lockstep):
+        with loader.generators_kept(), _without_repeats(loader, self._in_lockstep):
             for number, batch in enumerate(loader, 1):
                 if leaves is not None and leaves():
                     self.is_interrupted: bool = True
