@@ -46,6 +46,7 @@ class Run:
         averaged_weights: Returns the context in which the weights are their mean over the ranks; it does nothing unless
             ranks train copies that differ (`local_sgd_steps`).
         eval_sets: While an evaluation runs: for each evaluation set, by name, whether it is evaluated.
+        eval_loader: The prepared loader that evaluations and predictions read last; `None` before the first.
     """
 
     trainer: Any = None
@@ -64,6 +65,7 @@ class Run:
     weighs_nothing: bool = False
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     eval_sets: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    eval_loader: Any = None
     folder: Path | None = None
     saving_seconds: float = 0.0
     averaged_weights: Callable[[], AbstractContextManager[Any]] = nullcontext

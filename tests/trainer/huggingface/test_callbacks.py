@@ -40,6 +40,7 @@ class Hearing(TrainerCallback):
         self.arguments: dict[str, Any] = {}
         self.logs: list[dict[str, float]] = []
         self.histories: list[list[Any]] = []
+        self.eval_loaders: list[list[Any]] = []
 
     def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.told.append((event, {name: getattr(state, name) for name in SEEN}))
@@ -55,6 +56,8 @@ class Hearing(TrainerCallback):
         if event == "on_log":
             self.logs.append(dict(more["logs"]))
         self.histories.append([event, [entry["step"] for entry in state.log_history]])
+        loader = more["eval_dataloader"]
+        self.eval_loaders.append([event, None if loader is None else len(loader)])
 
     def steps(self, event: str) -> list[int]:
         """Return the steps at which an event was heard."""
@@ -123,6 +126,7 @@ def compare(actual: Hearing, expected: Hearing) -> None:
     assert actual.steps("on_prediction_step") == [3, 3, 6, 6]
     assert actual.arguments == expected.arguments
     assert but_passes(actual.histories)[1:] == but_passes(expected.histories)[1:]
+    assert but_passes(actual.eval_loaders) == but_passes(expected.eval_loaders)
     assert len(actual.logs) == len(expected.logs) == 6  # 3 of training, 2 of evaluations, the totals
     for ours, theirs in zip(actual.logs, expected.logs, strict=True):
         assert ours.keys() >= theirs.keys() - THEIR_SPEED

@@ -67,6 +67,7 @@ class EvalBatches:
     def _real(self, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
         """Yield this rank's batches without repeated samples, until the run is asked to end."""
         loader.rewind()
+        run.eval_loader = loader
         self.is_interrupted, leaves = False, run.control.leaves
         with loader.generators_kept(), _without_repeats(loader, self._in_lockstep):
             for number, batch in enumerate(loader, 1):

@@ -218,7 +218,7 @@ def _handed(run: Run) -> dict[str, Any]:
         "optimizer": _only(run.optimizers),
         "lr_scheduler": _only(run.schedulers),
         "train_dataloader": next(iter(run.accelerator.prepared.dataloaders), None),
-        "eval_dataloader": None,  # it exists only during an evaluation
+        "eval_dataloader": run.eval_loader,
     }
 
 
