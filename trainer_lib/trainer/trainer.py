@@ -91,7 +91,7 @@ class Trainer(ToolMethods, PublishMethods):
     collate_fn: Callable[[list[Any]], Any] | None
     loss_fn: Callable[[Any, Any], Any] | None
     processing_class: Any
-    compute_metrics: Callable[[Any], Mapping[str, float]] | None
+    compute_metrics: Callable[..., Mapping[str, float]] | None
     metrics: Any
     optimizer: Any
     scheduler: Any
@@ -118,7 +118,7 @@ class Trainer(ToolMethods, PublishMethods):
         processing_class: Any = None,
         metrics: Any = None,
         train_metrics: Any = None,
-        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        compute_metrics: Callable[..., Mapping[str, float]] | None = None,
         optimizer: Any = None,
         scheduler: Any = None,
         callbacks: Sequence[Callback | Any] | None = None,

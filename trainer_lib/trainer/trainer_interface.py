@@ -77,7 +77,7 @@ class TrainerInterface(Protocol):
     collate_fn: Callable[[list[Any]], Any] | None
     processing_class: Any
     metrics: Any
-    compute_metrics: Callable[[Any], Mapping[str, float]] | None
+    compute_metrics: Callable[..., Mapping[str, float]] | None
     optimizer: Any
     scheduler: Any
     accelerator: "Accelerator"

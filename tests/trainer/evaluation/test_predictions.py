@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.trainer.evaluated import Bench, Streamed, Texts, classify, dataset, expected, read, scores
+from tests.trainer.tasks import arguments
 from tests.worlds import run_world
+from trainer_lib import Trainer
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DistributedOperationException
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -225,3 +227,14 @@ def test_rows_of_other_dimensions_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="different numbers of dimensions"):
         Bench(step).predict(dataset(9))
+
+
+def test_metrics_with_compute_result_get_tensors_of_all_rows() -> None:
+    def computed(prediction: Any, compute_result: bool) -> dict[str, float]:
+        assert compute_result
+        return {"rows": float(len(prediction.predictions)), "hits": (prediction.labels >= 0).float().mean().item()}
+
+    data = (torch.randn(11, 4), torch.arange(11) % 3)
+    trainer = Trainer(nn.Linear(4, 3), arguments(), loss_fn=nn.functional.cross_entropy, compute_metrics=computed)
+    assert trainer.predict(data).metrics["predict_rows"] == 11
+    assert trainer.evaluate(data)["eval_hits"] == 1

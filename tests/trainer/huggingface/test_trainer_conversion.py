@@ -367,6 +367,34 @@ def test_outputs_and_labels_of_several_names_are_tuples_in_compute_metrics_as_th
     assert taken == {name: pytest.approx(wanted[name]) for name in ("eval_loss", "eval_first", "eval_last")}
 
 
+def test_metrics_of_batches_are_those_there(tmp_path: Path) -> None:
+    class Exact:
+        """Adds up batches, as `batch_eval_metrics` has it."""
+
+        def __init__(self) -> None:
+            self.hits: list[Any] = []
+
+        def __call__(self, prediction: Any, compute_result: bool) -> dict[str, float]:
+            (first, _), (first_label, _) = prediction.predictions, prediction.label_ids
+            self.hits.append((first.argmax(dim=1) == first_label).float())
+            if not compute_result:
+                return {}
+            exact = torch.cat(self.hits).mean().item()
+            self.hits.clear()
+            return {"exact": exact}
+
+    names = ["start_positions", "end_positions"]
+    data = [
+        {"values": values, **dict.fromkeys(names, row % 3)} for row, values in enumerate(torch.randn(11, 4).tolist())
+    ]
+    args = their_arguments(tmp_path, label_names=names, batch_eval_metrics=True)
+    options: dict[str, Any] = {"train_dataset": data, "eval_dataset": data, "compute_metrics": Exact()}
+    their_trainer = theirs(tmp_path, model=Spans(), args=args, **options)
+    wanted = their_trainer.evaluate()
+    taken = Trainer.from_transformers(their_trainer).evaluate()
+    assert taken["eval_exact"] == pytest.approx(wanted["eval_exact"])
+
+
 def test_predictions_are_those_there(tmp_path: Path) -> None:
     their_trainer = theirs(tmp_path)
     wanted = their_trainer.predict(their_trainer.eval_dataset)

@@ -50,7 +50,8 @@ NONE_HERE: dict[str, str] = {
     "eval_accumulation_steps": _GATHERED,
     "include_for_metrics": "override evaluation_step to pass more to the metrics",
     "include_inputs_for_metrics": "override evaluation_step to pass more to the metrics",
-    "batch_eval_metrics": "metrics with update and compute are always updated batch by batch",
+    "batch_eval_metrics": "metrics with update and compute are always updated batch by batch; a compute_metrics "
+    "with compute_result is called once, with tensors of all rows",
     "save_only_model": "checkpoints hold all state, so that a run can resume; save_model writes only the model",
     "save_safetensors": "weights are always written as safetensors",
     "save_on_each_node": "all ranks write into one shared folder",

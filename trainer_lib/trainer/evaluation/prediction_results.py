@@ -11,6 +11,8 @@ import torch
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
 from trainer_lib.trainer.evaluation.row_buffers import PADDING, RowBuffers
@@ -111,7 +113,8 @@ class ComputedMetrics(Collector):
     Only the main process collects rows and calls the function; its result is sent to the other ranks.
 
     Args:
-        function: Takes an `EvaluationPrediction` (or predictions and labels), and returns numbers by name.
+        function: Takes an `EvaluationPrediction` (or predictions and labels), and returns numbers by name. One with a
+            parameter `compute_result` gets tensors, and True for it.
     """
 
     main_process_only = True
@@ -156,9 +159,8 @@ def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dic
     Raises:
         ConfigurationError: If it returns something else.
     """
-    takes_two = _required(function) == 2
     try:
-        values = function(predictions, labels) if takes_two else function(EvaluationPrediction(predictions, labels))
+        values = _called(function, predictions, labels)
     except Exception as error:
         from trainer_lib.trainer.safety.error_context import described
 
@@ -172,6 +174,15 @@ def computed(function: Callable[..., Any], predictions: Any, labels: Any) -> dic
             f'compute_metrics returned a {type(values).__name__}. Return numbers by name, such as {{"accuracy": 0.9}}.'
         )
     return as_numbers("", values)
+
+
+def _called(function: Callable[..., Any], predictions: Any, labels: Any) -> Any:
+    if "compute_result" in parameter_names(function):  # it adds up tensors of batches: all rows are one batch
+        rows = EvaluationPrediction(*map_leaves(_as_tensor, (predictions, labels)))
+        return function(rows, compute_result=True)
+    if _required(function) == 2:
+        return function(predictions, labels)
+    return function(EvaluationPrediction(predictions, labels))
 
 
 class Writer(Metric):
@@ -213,6 +224,10 @@ class Writer(Metric):
     def abandon(self) -> None:
         """Remove what was written."""
         self._files.abandon()
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if hasattr(value, "__array_interface__") else value
 
 
 def _required(function: Callable[..., Any]) -> int:

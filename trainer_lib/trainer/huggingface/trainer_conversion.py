@@ -77,7 +77,7 @@ def trainer_options(foreign: Any, ours: type, given: Mapping[str, Any]) -> dict[
         "collate_fn": foreign.data_collator,
         "processing_class": foreign.processing_class,
         "loss_fn": _loss_function(foreign),
-        "compute_metrics": foreign.compute_metrics and functools.partial(_computed, foreign.compute_metrics),
+        "compute_metrics": _metrics_function(foreign),
         "callbacks": [*_callbacks(foreign, args), *changing],
         **_optimizers(foreign, given),
     }
@@ -167,10 +167,24 @@ def compute_loss_func(function: Callable[..., Any], outputs: Any, labels: Any, n
     return function(outputs, labels, num_items_in_batch=num_items_in_batch)
 
 
-def _computed(compute_metrics: Callable[[Any], Any], prediction: EvaluationPrediction) -> Any:
+def _metrics_function(foreign: Any) -> Callable[..., Any] | None:
+    """Return its `compute_metrics`, with the parameter `compute_result` if it is called batch by batch there."""
+    function = foreign.compute_metrics
+    if function is None:
+        return None
+    return functools.partial(_computed_by_batch if foreign.args.batch_eval_metrics else _computed, function)
+
+
+def _computed(compute_metrics: Callable[..., Any], prediction: EvaluationPrediction, **more: bool) -> Any:
     """Call `compute_metrics` with outputs and labels of several names in tuples, as Hugging Face's Trainer does."""
     outputs, labels = (tuple(part.values()) if isinstance(part, dict) else part for part in prediction)
-    return compute_metrics(EvaluationPrediction(outputs, labels))
+    return compute_metrics(EvaluationPrediction(outputs, labels), **more)
+
+
+def _computed_by_batch(
+    compute_metrics: Callable[..., Any], prediction: EvaluationPrediction, compute_result: bool
+) -> Any:
+    return _computed(compute_metrics, prediction, compute_result=compute_result)
 
 
 def _optimizers(foreign: Any, given: Mapping[str, Any]) -> dict[str, Any]:
