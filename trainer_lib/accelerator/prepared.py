@@ -146,6 +146,9 @@ def _wrapped(value: Any) -> Any:
 
 
 def _is_prepared(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        # Accelerate's mark alone changes nothing about a model; its wrapper around the forward does.
+        return "_original_forward" in vars(value) and getattr(value, "_is_accelerate_prepared", False)
     return isinstance(value, (AcceleratedOptimizer, AcceleratedScheduler)) or getattr(
         value, "_is_accelerate_prepared", False
     )

@@ -20,7 +20,7 @@ from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.callbacks import LabelSmoothing, NEFTune, Printer
 from trainer_lib.callbacks.trackers import TrackerCallback
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
 
 NOTES = "trainer_lib.trainer.arguments.training_arguments"
@@ -292,6 +292,21 @@ def test_one_that_has_trained_hands_on_its_weights(tmp_path: Path, caplog: pytes
     assert taken.scheduler is None
     assert taken.model is their_trainer.model
     assert taken.fit().state.step == 2
+
+
+def test_a_model_that_it_has_trained_can_be_trained_further(tmp_path: Path) -> None:
+    their_trainer = theirs(tmp_path, args=their_arguments(tmp_path, max_steps=2))
+    their_trainer.train()
+    args = TrainingArguments(max_steps=2, use_cpu=True, progress_bar=False)
+    assert Trainer(their_trainer.model, args, train_dataset=rows()).fit().state.step == 2
+
+
+def test_a_model_whose_forward_it_has_wrapped_is_refused(tmp_path: Path) -> None:
+    their_trainer = theirs(tmp_path, args=their_arguments(tmp_path, max_steps=1, bf16=True))
+    their_trainer.train()
+    args = TrainingArguments(max_steps=2, use_cpu=True, progress_bar=False)
+    with pytest.raises(PreparationError, match="prepared already"):
+        Trainer(their_trainer.model, args, train_dataset=rows()).fit()
 
 
 def test_arguments_are_converted_where_they_are_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
