@@ -221,6 +221,10 @@ def test_evaluate_and_predict_called_as_elsewhere_say_how_to_call_them() -> None
     assert "labels are part of the dataset" in refused(lambda: made.evaluate(network(), LOADER))
     message = refused(lambda: made.predict(points()[0], batch_size=4))
     assert "TrainingArguments(per_device_eval_batch_size=4)).predict(dataset)" in message
+    message = refused(lambda: made.predict(points(), num_beams=2))
+    assert "num_beams is an argument of generate" in message
+    assert "predict_with_generate=True" in message
+    assert "Trainer(model" not in message
 
 
 def test_a_constructor_called_as_elsewhere_names_each_argument() -> None:

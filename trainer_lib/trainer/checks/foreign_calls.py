@@ -39,6 +39,10 @@ _OF_VERBS: dict[str, dict[str, str]] = {
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
     },
 }
+_OF_GENERATION = dict.fromkeys(
+    ("max_length", "max_new_tokens", "min_length", "num_beams", "do_sample", "temperature", "top_k", "top_p"),
+    "an argument of generate, which is called with TrainingArguments(predict_with_generate=True)",
+)
 _OF_SEARCH = {
     "hp_space": "space",
     "n_trials": "n",
@@ -115,7 +119,7 @@ def _check_call(
         return
     given = [*(shown(value) for value in positional), *(f"{key}={shown(value)}" for key, value in named.items())]
     lines = [f"{name} takes {' and '.join(known)}, got {name}({', '.join(given)})."]
-    renamed = _OF_VERBS[name]
+    renamed = _OF_VERBS[name] if name == "fit" else {**_OF_VERBS[name], **_OF_GENERATION}
     if name != "fit" and "batch_size" in unknown:
         unknown["per_device_eval_batch_size"] = unknown.pop("batch_size")
     lines += [f"{key} is {renamed[key]} here.{_value(key, value)}" for key, value in unknown.items() if key in renamed]
