@@ -1,6 +1,6 @@
 """The models of a trainer, prepared once: placed on the device, distributed and compiled."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -51,3 +51,42 @@ class PreparedModels:
     def model_or_models(self) -> Models:
         """The prepared model, or the prepared models by name, as the trainer was given them."""
         return self.named[""] if list(self.named) == [""] else self.named
+
+
+def begin_training(model: nn.Module, bare: nn.Module) -> None:
+    """Call `model.train()`, which a model may override, but leave frozen parts in the evaluation mode they are in.
+
+    These are parts that were set to it within a model in training mode, and have no submodules (a BatchNorm, a Dropout)
+    or nothing to train; and a model with nothing to train. Other models and parts in evaluation mode come from
+    `from_pretrained`.
+
+    Args:
+        model: The prepared model.
+        bare: The user's model in it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.BatchNorm1d(2))
+        >>> for part in model:
+        ...     _ = part.eval()
+        >>> begin_training(model, model)
+        >>> [part.training for part in model]
+        [True, False]
+    """
+    frozen = [part for part in _outermost_evaluating(bare) if _is_frozen(part, part is bare)]
+    modes = [(module, module.training) for part in frozen for module in part.modules()]
+    model.train()
+    for module, training in modes:
+        module.training = training
+
+
+def _outermost_evaluating(module: nn.Module) -> Iterator[nn.Module]:
+    if not module.training:
+        yield module
+        return
+    for part in module.children():
+        yield from _outermost_evaluating(part)
+
+
+def _is_frozen(part: nn.Module, is_whole: bool) -> bool:
+    is_trained = any(parameter.requires_grad for parameter in part.parameters())
+    return not is_trained or not (is_whole or any(True for _ in part.children()))

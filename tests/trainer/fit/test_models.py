@@ -362,3 +362,99 @@ def test_predictions_of_answers_are_starts_and_ends() -> None:
     predictions, labels, _ = Trainer(model, quiet()).predict(rows_of(batch))
     assert set(predictions) == {"start_logits", "end_logits"}
     assert labels["end_positions"].tolist() == batch["end_positions"].tolist()
+
+
+class Backbone(nn.Module):
+    """A network with a pretrained part, as `from_pretrained` returns one: in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrained = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8)).eval()
+        self.teacher = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5)).eval().requires_grad_(False)
+        self.norm = nn.BatchNorm1d(8).eval()
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.norm(self.pretrained(inputs) + self.teacher(inputs)))
+
+
+def evaluating(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if not part.training]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_trained_is_in_training_mode(processes: int) -> None:
+    data = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+
+    def modes(rank: int = 0) -> list[list[str]]:
+        del rank
+        seen = []
+        for model in (Backbone(), Backbone().eval(), nn.Linear(6, 2).eval()):
+            args = TrainingArguments(
+                num_train_epochs=1, use_cpu=True, progress_bar=False, per_device_train_batch_size=4
+            )
+            trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, loss_fn=cross_entropy)
+            before = evaluating(model)
+            trainer.evaluate()
+            assert evaluating(model) == before
+            trainer.fit()
+            seen.append(evaluating(model))
+        return seen
+
+    kept = ["teacher", "teacher.0", "teacher.1", "norm"]  # the user froze them in a model that trains
+    found = [modes()] if processes == 1 else run_world(modes, num_processes=processes)
+    assert found == [[kept, [], []]] * processes
+
+
+def test_a_model_of_which_nothing_is_trained_stays_in_evaluation_mode() -> None:
+    class Distilled(Trainer):
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            return mse_loss(model["student"](batch), model["teacher"](batch))
+
+        def configure_optimizer(self) -> Any:
+            return {"student": torch.optim.SGD(models["student"].parameters(), lr=0.1)}
+
+    models = {"student": nn.Linear(6, 2), "teacher": nn.Sequential(nn.Linear(6, 2), nn.Dropout())}
+    models["teacher"].eval().requires_grad_(False)
+    args = TrainingArguments(max_steps=1, use_cpu=True, progress_bar=False)
+    Distilled(models, args, train_dataset=torch.randn(8, 6)).fit()
+    assert evaluating(models["student"]) == []
+    assert evaluating(models["teacher"]) == ["", "0", "1"]
+
+
+def test_a_model_that_overrides_train_is_asked() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.head(self.norm(inputs))
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    model = Frozen()
+    args = TrainingArguments(max_steps=2, use_cpu=True, progress_bar=False)
+    Trainer(model, args, train_dataset=(torch.randn(16, 6) + 3, torch.arange(16) % 2), loss_fn=cross_entropy).fit()
+    assert model.norm.running_mean is not None
+    assert not model.norm.running_mean.any()
+
+
+def test_dropout_of_a_model_from_a_folder_is_that_of_a_new_one(tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    new = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=20, hidden_dropout_prob=0.5, **sizes)
+    )
+    new.save_pretrained(tmp_path)
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    rows = {"input_ids": torch.arange(32).reshape(8, 4) % 20, "labels": torch.arange(8) % 2}
+    losses = []
+    for model in (new, loaded):
+        args = TrainingArguments(max_steps=2, log_every=1, use_cpu=True, progress_bar=False)
+        history = Trainer(model, args, train_dataset=rows).fit().history
+        losses.append([entry["loss"] for entry in history if "loss" in entry])
+    assert losses[0] == losses[1]

@@ -20,6 +20,7 @@ from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.fit.dispatched_models import refuse_offloaded_training
 from trainer_lib.trainer.optim import optimizer_modes
+from trainer_lib.trainer.prepared_models import begin_training
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 
@@ -42,6 +43,8 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
     unprepared = before_fit.train_loader(trainer)
     models = defaults.prepare_models(trainer)
     refuse_offloaded_training(models.listed)
+    for model in models.listed:
+        begin_training(model, accelerator.unwrap_model(model))
     loader = accelerator.prepare_data_loader(unprepared)
     loader.trim_repeats()
     if accelerator.group.size > 1:  # alone, what a shuffle takes to draw would be for nobody
