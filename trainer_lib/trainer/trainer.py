@@ -374,7 +374,8 @@ class Trainer(ToolMethods, PublishMethods):
     def num_items(self, batch: Any) -> Weight:
         """Return the number of items in the mean loss of a batch: labels that are not ignored, else samples."""
         shift = self.label_shift
-        return count_items(batch, self.args.label_names, shift.answer if shift.is_known else shift(batch))
+        shifted = shift.answer if shift.is_known else shift(batch)
+        return count_items(batch, self.args.label_names, shifted, self.parts.loss.samples)
 
     @overridable
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:

@@ -415,3 +415,55 @@ def test_a_step_computed_twice_is_not_counted_twice_where_its_optimizer_zeroes_t
     Trainer(classifier(), arguments(), train_dataset=rows, loss_fn=cross_entropy, callbacks=[once]).fit()
     Twice(classifier(), arguments(), train_dataset=rows, callbacks=[twice]).fit()
     torch.testing.assert_close(twice.steps, once.steps, rtol=1e-6, atol=1e-7)
+
+
+class Graphs:
+    """A batch that only its owner can count, as graphs of different sizes are collated."""
+
+    def __init__(self, nodes: Tensor, sides: Tensor) -> None:
+        self.nodes, self.sides = nodes, sides
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Graphs":
+        del non_blocking
+        return Graphs(self.nodes.to(device), self.sides.to(device))
+
+    @staticmethod
+    def of(pairs: list[Any]) -> "Graphs":
+        return Graphs(torch.stack([node for node, _ in pairs]), torch.stack([side for _, side in pairs]))
+
+
+class OfGraphs(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        return cross_entropy(model(batch.nodes), batch.sides)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_batches_of_a_class_of_your_own_count_the_samples_that_were_read(processes: int) -> None:
+    def body(rank: int = 0) -> tuple[Gradients, float]:
+        del rank
+        data = TensorDataset(*samples(21))
+        options = arguments(global_batch_size=8, per_device_train_batch_size=2)
+        trainer = OfGraphs(classifier(), options, train_dataset=data, eval_dataset=data, collate_fn=Graphs.of)
+        return train(trainer), trainer.evaluate()["eval_loss"]
+
+    results = [body()] if processes == 1 else run_world(body, num_processes=processes)
+    inputs, targets = samples(21)
+    expected = big_batches(classifier(), inputs, targets, 8)
+    whole = cross_entropy(classifier()(inputs), targets).item()
+    for gradients, loss in results:
+        assert_equal(gradients, expected)
+        assert loss == pytest.approx(whole, rel=1e-6)
+
+
+def test_batches_that_nothing_counts_get_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    inputs, targets = samples(12)
+    batches: Any = [Graphs(inputs[:8], targets[:8]), Graphs(inputs[8:], targets[8:])]
+
+    class Counted(OfGraphs):
+        def num_items(self, batch: Graphs) -> float:
+            return float(len(batch.sides))
+
+    for kind, warnings in ((Counted, 0), (OfGraphs, 1)):
+        caplog.clear()
+        kind(classifier(), arguments(), train_dataset=DataLoader(batches, batch_size=None)).fit()
+        assert caplog.text.count("a batch of type Graphs cannot be counted") == warnings

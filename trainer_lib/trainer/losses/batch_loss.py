@@ -8,14 +8,18 @@ from torch import Tensor, nn
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
+from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight, count_valid
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import is_scalar, targets_of
 from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
 from trainer_lib.trainer.overridable import is_overridden
+
+_logger = get_logger(__name__)
 
 
 class LossMethods(Protocol):
@@ -109,6 +113,19 @@ class BatchLoss:
         if not isinstance(weight, Tensor) or weight.ndim:
             check_weight(weight, "The value that num_items returns")
         return weight
+
+    def samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch: its rows, or what the loader read if it holds no tensors."""
+        if (rows := count_rows(batch)) is not None:
+            return rows or 1
+        loader = self._trainer.accelerator.gradient_state.active_dataloader
+        read = None if loader is None else loader.samples_in_batch
+        if read is None and (loader is None or loader.rows is None):
+            _logger.warning_once(
+                f"The samples of a batch of type {type(batch).__name__} cannot be counted, so each batch counts as one "
+                "in losses. Override num_items(batch), which returns how many items the mean loss averages over."
+            )
+        return read or 1
 
     def changed(self, result: LossResult) -> LossResult:
         """Return a training loss as changed by callbacks in `on_loss`."""

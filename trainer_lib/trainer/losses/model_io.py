@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack, get_args, get_origin
 
 import torch
@@ -51,13 +51,24 @@ def call_model(model: Any, inputs: Any, **more: Any) -> Any:
     return model(inputs, **more) if named is None else model(**named, **more)
 
 
-def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: bool = False) -> Weight:
+def batch_size(batch: Any) -> int:
+    """Return the number of samples in a batch: the rows of its first tensor or list."""
+    return count_rows(batch) or 1
+
+
+def count_items(
+    batch: Any,
+    label_names: Sequence[str] | None = None,
+    shifted: bool = False,
+    samples: Callable[[Any], int] = batch_size,
+) -> Weight:
     """Return the number of items that the loss of a batch averages over, as far as the batch shows it.
 
     Args:
         batch: The batch.
         label_names: The names that are targets.
         shifted: Whether each token is compared with the next label, so that the first label of a row is no target.
+        samples: Counts the samples of a batch without labels to count.
     """
     labels = targets_of(batch, label_names)
     if hasattr(batch, "keys") and SHIFTED_LABELS in batch:  # which the model compares instead
@@ -68,7 +79,7 @@ def count_items(batch: Any, label_names: Sequence[str] | None = None, shifted: b
         return count_valid(labels)
     if isinstance(labels, dict) and list(labels) == SPAN:
         return _count_spans(labels, batch)
-    return float(batch_size(batch))
+    return float(samples(batch))
 
 
 def count_tokens(batch: Any) -> int | Tensor:
@@ -104,11 +115,6 @@ def _count_spans(spans: dict[str, Any], batch: Any) -> Weight:
     ends = [on_host(spans[name]) < tokens.shape[1] for name in SPAN]
     inside = [count_valid(torch.where(is_inside, 0, IGNORE_INDEX)) for is_inside in ends]
     return (inside[0] + inside[1]) / 2
-
-
-def batch_size(batch: Any) -> int:
-    """Return the number of samples in a batch: the rows of its first tensor or list."""
-    return count_rows(batch) or 1
 
 
 def check_names(model: nn.Module, batch: Any) -> None:
