@@ -32,7 +32,10 @@ class LambdaCallback(Callback):
         self.order = order
         for event, function in functions.items():
             if event not in EVENTS:
-                raise ConfigurationError(unknown("event", event, EVENTS))
+                from trainer_lib.events.foreign_events import instead_of
+
+                known = ", ".join(EVENTS)
+                raise ConfigurationError(f"Unknown event {event!r}.{instead_of(event, EVENTS)} Known: {known}.")
             if not callable(function):
                 raise ConfigurationError(f"LambdaCallback({event}) must be a function (got {function!r}).")
             setattr(self, event, function)

@@ -1,7 +1,9 @@
 """Tests of importing callbacks."""
 
 import copy
+import importlib
 import inspect
+import re
 import subprocess
 import sys
 from typing import Any
@@ -9,8 +11,11 @@ from typing import Any
 import pytest
 
 import trainer_lib.callbacks
+from trainer_lib import TrainingArguments
 from trainer_lib.events import constructor_names
+from trainer_lib.foundation import foreign_names
 from trainer_lib.foundation.errors import SignatureError
+from trainer_lib.trainer.arguments.declaration import settings
 
 
 def test_all_public_names_can_be_imported() -> None:
@@ -19,6 +24,20 @@ def test_all_public_names_can_be_imported() -> None:
         assert getattr(trainer_lib.callbacks, name).__name__ == name
     with pytest.raises(AttributeError, match="Did you mean 'EarlyStopping'"):
         _ = trainer_lib.callbacks.EarlyStoping  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("package", ["trainer_lib", "trainer_lib.callbacks"])
+@pytest.mark.parametrize("name", foreign_names.INSTEAD)
+def test_a_class_of_another_library_is_answered_with_ours(name: str, package: str) -> None:
+    instead = foreign_names.INSTEAD[name]
+    with pytest.raises(ImportError) as error:
+        __import__(package, fromlist=[name])  # what `from package import name` does first
+    assert str(error.value).endswith(f"from {package!r}. Use {instead}.")
+    for path in re.findall(r"trainer_lib\.[\w.]*\w", instead):
+        module, _, kind = path.rpartition(".")
+        assert inspect.isclass(getattr(importlib.import_module(module), kind))
+    for option in re.findall(r"(\w+)=", instead.partition(")")[0]):
+        assert option in settings(TrainingArguments), option
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.worlds import run_world
-from trainer_lib.events import Callback, Dispatcher, Modifier, Run, RunState
+from trainer_lib.callbacks import LambdaCallback
+from trainer_lib.events import Callback, Dispatcher, Modifier, Run, RunState, foreign_events
 from trainer_lib.events.callback import EVENTS
 from trainer_lib.events.event import Event
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, StateError
@@ -289,3 +290,33 @@ def test_an_event_that_there_is_not_is_refused_with_the_nearest() -> None:
 
     with pytest.raises(ConfigurationError, match=r"Misspelt listens to on_step_ends.*Did you mean 'on_step_end'\?"):
         Dispatcher([Misspelt()])
+
+
+@pytest.mark.parametrize(("name", "instead"), foreign_events.RENAMED.items())
+def test_an_event_of_another_library_is_answered_with_ours(name: str, instead: str) -> None:
+    callback = type("Theirs", (Callback,), {name: lambda self, trainer: None})()
+    with pytest.raises(ConfigurationError, match=f"Theirs listens to {name}.* Listen to {instead}\\. Known: "):
+        Dispatcher([callback])
+    with pytest.raises(ConfigurationError, match=f"Unknown event '{name}'\\. Listen to {instead}\\. Known: "):
+        LambdaCallback(order=0, **{name: print})
+    assert instead in EVENTS
+    assert name not in EVENTS
+
+
+@pytest.mark.parametrize(("name", "instead"), foreign_events.UNPREFIXED.items())
+def test_a_callback_that_listens_only_to_events_of_another_library_is_refused(name: str, instead: str) -> None:
+    members = {name: lambda self, state, logger: None}
+    with pytest.raises(ConfigurationError, match=rf"Theirs\.{name} is never called.*Write {instead}\(self, run"):
+        Dispatcher([type("Theirs", (Callback,), members)()])
+    Dispatcher([type("Noting", (Noting,), members)()])  # a method of its own, beside events
+
+
+def test_parameters_as_in_keras_are_refused() -> None:
+    class Keras(Callback):
+        def on_epoch_end(self, epoch: Any, logs: Any = None) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(SignatureError, match=r"takes \(epoch, logs\), as in Keras: its epoch would be the run"):
+        Dispatcher([Keras()])
+    with pytest.raises(SignatureError, match="as in Keras"):
+        Dispatcher([LambdaCallback(on_epoch_end=lambda epoch, logs=None: None)])
+    Dispatcher([LambdaCallback(on_log=lambda run, logs: None)])

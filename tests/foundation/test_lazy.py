@@ -152,7 +152,7 @@ def test_what_a_large_import_made_counts_as_old_at_once(
         ),
         ("trainer_lib.callbacks.Trainer", "'Trainer' from 'trainer_lib.callbacks'. It is in trainer_lib."),
         ("trainer_lib.TrainerCallback", "from 'trainer_lib'. Did you mean 'Callback'?"),
-        ("trainer_lib.callbacks.EarlyStoppingCallback", "Did you mean 'EarlyStopping'?"),
+        ("trainer_lib.callbacks.EarlyStoppingCallback", "Use trainer_lib.callbacks.EarlyStopping."),
     ],
 )
 def test_an_import_of_a_name_that_is_not_there_says_where_it_is(path: str, message: str) -> None:

@@ -1,13 +1,13 @@
 """Dispatch of events to the callbacks that listen to them."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from trainer_lib.events.callback import EVENTS, Callback, Modifier, overrides
 from trainer_lib.events.run import Run
-from trainer_lib.foundation.errors import ConfigurationError, SignatureError, StateError, did_you_mean
-from trainer_lib.foundation.signatures import cannot_take
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, StateError
+from trainer_lib.foundation.signatures import cannot_take, parameter_names
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -189,13 +189,39 @@ def _check(callback: Any) -> None:
     methods = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown:
+        from trainer_lib.events.foreign_events import instead_of
+
         raise ConfigurationError(
             f"{type(callback).__name__} listens to {unknown[0]}, and there is no such event."
-            f"{did_you_mean(unknown[0], EVENTS)} Known: {', '.join(EVENTS)}."
+            f"{instead_of(unknown[0], EVENTS)} Known: {', '.join(EVENTS)}."
         )
-    for name in methods:
-        arguments = EVENTS[name].arguments
-        if overrides(callback, name) and (problem := cannot_take(getattr(callback, name), *arguments)) is not None:
-            raise SignatureError(
-                f"{type(callback).__name__}.{name} is called as {name}({', '.join(arguments)}), and {problem}."
-            )
+    listened = [name for name in methods if overrides(callback, name)]
+    for name in listened:
+        _check_signature(callback, name, EVENTS[name].arguments)
+    if not listened:
+        _check_unprefixed(callback)
+
+
+def _check_signature(callback: Callback, name: str, arguments: Sequence[str]) -> None:
+    method = getattr(callback, name)
+    if (problem := cannot_take(method, *arguments)) is not None:
+        raise SignatureError(
+            f"{type(callback).__name__}.{name} is called as {name}({', '.join(arguments)}), and {problem}."
+        )
+    if "logs" in (names := parameter_names(method))[len(arguments) :]:
+        raise SignatureError(
+            f"{type(callback).__name__}.{name} is called as {name}({', '.join(arguments)}), and takes "
+            f"({', '.join(names)}), as in Keras: its {names[0]} would be the run. Write {name}(self, "
+            f"{', '.join(arguments)}); run.state has step, epoch and history, and run.metrics the last evaluation."
+        )
+
+
+def _check_unprefixed(callback: Callback) -> None:
+    from trainer_lib.events.foreign_events import UNPREFIXED
+
+    if name := next((name for name in UNPREFIXED if callable(getattr(callback, name, None))), None):
+        ours = UNPREFIXED[name]
+        raise ConfigurationError(
+            f"{type(callback).__name__}.{name} is never called, and the callback listens to no event. Write "
+            f"{ours}(self, {', '.join(EVENTS[ours].arguments)})."
+        )

@@ -34,7 +34,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         if name not in modules:
             # `from package import module` asks here first, so a module that there is gets no hint, for speed.
             is_unknown = not name.startswith("_") and not _is_module(Path(file).parent, name)
-            hint = (_elsewhere(name, package) or did_you_mean(name, modules)) if is_unknown else ""
+            hint = (_elsewhere(name, package) or _of_others(name) or did_you_mean(name, modules)) if is_unknown else ""
             if is_unknown and _caller() == _IMPORT_STATEMENT:
                 raise ImportError(f"cannot import name {name!r} from {package!r}.{hint}", name=name, path=file)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
@@ -58,6 +58,13 @@ def _elsewhere(name: str, package: str) -> str:
         if other != package and f" {name} as {name}\n" in stub.read_text(encoding="utf-8"):
             return f" It is in {other}."
     return ""
+
+
+def _of_others(name: str) -> str:
+    """Say what to use instead of a class of another library."""
+    from trainer_lib.foundation.foreign_names import INSTEAD
+
+    return f" Use {INSTEAD[name]}." if name in INSTEAD else ""
 
 
 def _is_module(folder: Path, name: str) -> bool:
