@@ -3,11 +3,29 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from trainer_lib.foundation.errors import UnknownMemberError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import LightDataclass
 
 Status = Literal["new", "running", "finished", "stopped", "unsaved", "interrupted", "failed"]
+
+# Attributes of the state of Hugging Face's Trainer and others, and what to use here.
+_MEMBERS = {
+    "global_step": "step",
+    "iteration": "step",
+    "log_history": "history",
+    "num_train_epochs": "max_epochs",
+    "best_metric": "best.value",
+    "best_global_step": "best.step",
+    "best_model_checkpoint": "the best_checkpoint of fit()",
+    "num_input_tokens_seen": "tokens",
+    "is_world_process_zero": "run.accelerator.is_main_process",
+    "is_local_process_zero": "run.accelerator.is_local_main_process",
+    "output": "run.outputs",
+    "batch": "run.batch",
+    "metrics": "run.metrics",
+}
 
 
 @dataclass(repr=False, eq=False)
@@ -71,6 +89,14 @@ class RunState(LightDataclass):
     checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]], repr=False)
     status: Status = "new"
     reason: str | None = None
+
+    if not TYPE_CHECKING:  # type checkers find unknown names by the fields
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that names the equivalent of another trainer's state."""
+            known = () if name.startswith("__") else dir(self)
+            hint = f" Use {_MEMBERS[name]}." if name in _MEMBERS else did_you_mean(name, known)
+            raise UnknownMemberError(f"RunState has no attribute {name!r}.{hint}")
 
     @property
     def has_ended(self) -> bool:

@@ -41,6 +41,8 @@ def refused(call: Callable[[], Any], kind: type[Exception] = SignatureError) -> 
         ("global_step", "Use state.step."),
         ("get_train_dataloader", "What you override here is train_dataloader(self)."),
         ("evalute", "Did you mean 'evaluate'?"),
+        ("fit_one_cycle", 'Use TrainingArguments(lr_scheduler="one_cycle", num_train_epochs=…), and fit().'),
+        ("train_on_batch", "Use fit(), or a loop with the Accelerator."),
     ],
 )
 def test_a_member_of_another_trainer_is_answered_with_ours(name: str, instead: str) -> None:
@@ -114,6 +116,30 @@ def test_compute_loss_called_as_there_is_answered_with_ours() -> None:
         made.fit()
     (note,) = caught.value.__notes__
     assert "returns a LossResult: give return result.mean, result.outputs." in note
+
+
+class WithItems(Trainer):
+    def training_step(self, model: Any, batch: Any, num_items_in_batch: Any = None) -> Any:
+        step: Any = super().training_step
+        return step(model, batch, num_items_in_batch)
+
+
+def test_training_step_called_as_there_is_answered_with_ours() -> None:
+    made = WithItems(network(), arguments(), train_dataset=points(), loss_fn=cross_entropy)
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        made.fit()
+    (note,) = caught.value.__notes__
+    assert "super().training_step takes (model, batch) alone;" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("global_step", " Use step."), ("metrics", " Use run.metrics."), ("stp", " Did you mean 'step'?"), ("zzz", "")],
+)
+def test_an_attribute_of_another_state_is_answered_with_ours(name: str, instead: str) -> None:
+    state = RunState()
+    assert refused(lambda: getattr(state, name), UnknownMemberError) == f"RunState has no attribute {name!r}.{instead}"
+    assert copy.deepcopy(state) == pickle.loads(pickle.dumps(state)) == state
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
@@ -198,6 +224,14 @@ def test_the_table_names_what_exists() -> None:
         ((points(),), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
         ((), {"resume": points()}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
         (
+            (),
+            {"steps_per_epoch": 4, "class_weight": {0: 1.0}, "initial_epoch": 2},
+            'Trainer(model, TrainingArguments(limit_train_batches=4, resume="auto"), '
+            "loss_fn=nn.CrossEntropyLoss(weight=…)).fit().",
+        ),
+        ((3,), {}, "Trainer(model, TrainingArguments(num_train_epochs=3)).fit()."),
+        ((3, 1e-3), {}, "Trainer(model, TrainingArguments(num_train_epochs=3)).fit()."),
+        (
             points(),
             {"epochs": 3, "batch_size": 16, "validation_data": points(), "verbose": False},
             "Trainer(model, TrainingArguments(num_train_epochs=3, per_device_train_batch_size=16, progress_bar=False), "
@@ -264,6 +298,8 @@ def subclass(**members: Any) -> Trainer:
         ("prediction_step", "Override evaluation_step(self, model, batch)."),
         ("compute_metrics", "give Trainer(…, compute_metrics=…)."),
         ("training_setp", "Did you mean 'training_step'?"),
+        ("_prepare_inputs", "change run.batch in on_micro_batch_begin of a Modifier."),
+        ("calculate_train_batch_loss", "Override compute_loss(self, model, batch)."),
         ("on_step_end", "write it in a Callback"),
     ],
 )

@@ -114,6 +114,8 @@ def _check_call(
         key: value for key, value in named.items() if key not in known and (not generates or key in _OF_VERBS[name])
     }
     resume = positional[0] if positional else named.get("resume")
+    if name == "fit" and positional and type(resume) is int:
+        unknown = {"epochs": resume, **unknown}
     takes_data = name == "fit" and not _is_resume(resume)
     if not takes_data and len(positional) <= len(known) and not unknown and not _is_model(positional):
         return
@@ -141,9 +143,10 @@ def _construction(named: Mapping[str, Any], has_data: bool) -> str:
     for key, value in named.items():
         ours = RENAMED.get(key, key)
         if ours in settings(TrainingArguments):
-            args.append(f"{ours}={shown(value)}")
+            args.append('resume="auto"' if ours == "resume" else f"{ours}={shown(value)}")
         else:
-            options.append(f"{CONSTRUCTOR.get(key, key).partition(',')[0].partition(' ')[0]}=…")
+            option = CONSTRUCTOR.get(key, key).partition(",")[0].partition(" ")[0]
+            options.append(option if "=" in option else f"{option}=…")
     arguments = f"TrainingArguments({', '.join(args)})"
     return f"Trainer({', '.join(dict.fromkeys(('model', arguments, *options)))})"
 

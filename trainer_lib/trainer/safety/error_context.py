@@ -44,6 +44,11 @@ def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module
             " super().compute_loss takes (model, batch) alone, and returns a LossResult: give return result.mean, "
             "result.outputs."
         )
+    if isinstance(error, TypeError) and "Trainer.training_step()" in str(error):
+        told += (
+            " super().training_step takes (model, batch) alone; a loss function with a parameter num_items_in_batch is "
+            "handed the count."
+        )
     if _is_target_first(batch):
         told += " The last value of a batch is the target: return (inputs, targets) from the dataset."
     if types & _NARROW and any(getattr(leaf, "dtype", None) is torch.float32 for leaf in leaves(batch)):
