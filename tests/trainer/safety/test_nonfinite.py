@@ -503,3 +503,37 @@ def test_a_fused_optimizer_skips_by_the_flag_what_is_not_finite(norm: float, dty
     optimizer.found_inf = one_if_not_finite(value)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.ones(3)) is not bool(value.isfinite())
+
+
+class Observed(nn.Module):
+    """Resizes a buffer in its first forward, as observers of quantization-aware training do."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = inputs.detach().abs().amax(dim=0)
+        with torch.no_grad():
+            if not len(self.largest):
+                self.largest.resize_(found.shape).copy_(found)
+            else:
+                self.largest.copy_(torch.maximum(self.largest, found))
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 9])
+def test_buffers_that_a_forward_resizes_are_kept(bad: int | None) -> None:
+    """A sample of NaN in the first or the second of three updates leaves no trace in them."""
+    inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+    good = [row for row in range(24) if bad is None or row // 8 != bad // 8]
+    expected = inputs[good].abs().amax(dim=0)
+    if bad is not None:
+        inputs[bad] = math.nan
+    args = arguments(num_train_epochs=1, shuffle=False, on_nonfinite="skip")
+    model = Observed()
+    Trainer(model, args, train_dataset=(inputs, torch.arange(24) % 2), loss_fn=cross_entropy).fit()
+    assert torch.equal(model.largest, expected)

@@ -34,8 +34,12 @@ class Buffers:
         if len(before) == len(self._buffers) and all(
             buffer is earlier for buffer, earlier in zip(before, self._buffers, strict=True)
         ):
-            if tensors:
+            if not tensors:
+                return
+            try:
                 foreach_copy_(self._copies, tensors)
+            except RuntimeError:  # a buffer was resized, as observers of quantization do, and does not fit its copy
+                self._copies = [tensor.clone() for tensor in tensors]
         else:
             self._copies = [tensor.clone() for tensor in tensors]
 
@@ -45,15 +49,22 @@ class Buffers:
         for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
             owner[name] = buffer
         tensors = [buffer for buffer in self._buffers if buffer is not None]
+        for tensor, copy in zip(tensors, self._copies, strict=True):
+            if tensor.shape != copy.shape:
+                tensor.resize_(copy.shape)
         if tensors:
             foreach_copy_(tensors, self._copies)
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
-        """Restore the buffers where a flag on the device is true, without waiting for it."""
+        """Restore the buffers where a flag on the device is true, without waiting for it.
+
+        Those that were resized meanwhile stay: their size cannot depend on the flag.
+        """
         tensors = [buffer for buffer in self._buffers if buffer is not None]
         for buffer, copy in zip(tensors, self._copies, strict=True):
-            buffer.copy_(torch.where(flag, copy, buffer))
+            if buffer.shape == copy.shape:
+                buffer.copy_(torch.where(flag, copy, buffer))
 
 
 @contextmanager
