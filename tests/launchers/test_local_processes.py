@@ -251,6 +251,30 @@ def test_a_signal_to_the_launcher_after_a_failure_is_not_answered_by_a_restart(t
     assert "Ended by SIGTERM" in err
 
 
+ENDS_AFTER_AN_INTERRUPTION = """
+import os, sys, time
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    os._exit(143)
+parent = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+while len(parent.read_text().split()) > int(sys.argv[1]):  # until the launcher has seen the end of rank 0
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("raise ValueError('a peer is gone')", 143)])
+def test_an_exit_code_of_an_error_beats_an_interruption(tmp_path: Path, end: str, code: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_AFTER_AN_INTERRUPTION + end)
+    command = [*COMMAND, "--num_processes", "2", "--max_restarts", "1", str(script), "2"]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=paths(), timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "Starting all processes again" not in done.stderr
+    report = "Process 1 of 2 failed with exit code 3.\nAfter that, process 0 failed with exit code 143."
+    assert (report in done.stderr) == (code == 3)
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_processes_that_ignore_the_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

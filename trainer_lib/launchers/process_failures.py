@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer_lib.foundation.errors import WorldError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.processes.exit_codes import reason_of
 
 # Seconds. After a death the other processes cannot continue, and may wait for the dead one in an uninterruptible
 # collective.
@@ -24,7 +25,7 @@ class ProcessFailedError(WorldError):
         message: The message.
         rank: The process that failed first.
         exit_code: The highest exit code of all that failed, as in a shell: 128 plus the number of a signal that killed
-            one.
+            one. Those of interruptions count only if there are no others.
     """
 
     def __init__(self, message: str, rank: int, exit_code: int) -> None:
@@ -60,6 +61,11 @@ class Failure:
             return f"failed with exit code {self.exit_code}"
         hint = " (by hand, or for want of memory)" if -self.exit_code == signal.SIGKILL else ""
         return f"was killed by {signal_name(-self.exit_code)}{hint}"
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether the exit code is that of an interruption: a signal that the process handled, or a deadline."""
+        return reason_of(self.exit_code) is not None
 
     @property
     def shell_code(self) -> int:
@@ -100,8 +106,9 @@ def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool 
         num_processes: The world size.
         is_printed: Whether the processes have printed their tracebacks; a single one is not repeated, only its error.
     """
-    # A process without a traceback was killed first; the others raised because it was gone.
-    first, *others = sorted(failures, key=lambda failure: (failure.traceback is not None, failure.when, failure.rank))
+    # A process without a traceback was killed first; the others raised because it was gone. An interruption is not what
+    # failed.
+    first, *others = sorted(failures, key=lambda f: (f.traceback is not None, f.is_interruption, f.when, f.rank))
     parts = [f"Process {first.rank} of {num_processes} {first.how}."]
     if others:
         parts.append(f"After that, {'; '.join(_briefly(other) for other in others)}.")
@@ -110,7 +117,8 @@ def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool 
     if first.traceback is not None:
         is_alone = {failure.traceback for failure in others} <= {first.traceback, None}
         parts.append(_error_of(first.traceback) if is_printed and is_alone else first.traceback.rstrip())
-    worst = max(failure.shell_code for failure in (first, *others))
+    errors = [failure for failure in (first, *others) if not failure.is_interruption] or [first, *others]
+    worst = max(failure.shell_code for failure in errors)
     return ProcessFailedError("\n".join(parts), first.rank, worst)
 
 

@@ -117,8 +117,15 @@ class _Launch:
         by_themselves = self._codes()
         self._end(signal.SIGTERM, GRACE_AFTER_DEATH)
         interruption = _interruption(by_themselves)
-        if interruption is not None:  # an interrupted run is not restarted
-            raise SystemExit(interruption)
+        if interruption is None:
+            return self._failures(codes)
+        failures = self._failures(by_themselves)
+        # An error may follow from the end of another process; an exit code without an error does not.
+        if any(f.traceback is None and f.exit_code > 0 and not f.is_interruption for f in failures):
+            raise failed(failures, self._plan.world_size, is_printed=True)
+        raise SystemExit(interruption)  # an interrupted run is not restarted
+
+    def _failures(self, codes: Sequence[int | None]) -> list[Failure]:
         ends = enumerate(zip(codes, self._records, strict=True))
         return [failure_of(rank, code, record) for rank, (code, record) in ends if code or record.is_file()]
 
