@@ -1,6 +1,7 @@
 """What can be sharded, in which order, and what is told when it cannot."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,27 @@ def _optimizer_after_a_forward(accelerator: Accelerator) -> None:
     accelerator.prepare(torch.optim.SGD(made.param_groups[0]["params"], lr=0.1))
 
 
+def _step_of_an_optimizer_that_was_not_prepared(accelerator: Accelerator) -> None:
+    network = stack()
+    optimizer = torch.optim.AdamW(network.parameters())
+    network = accelerator.prepare(network)
+    accelerator.backward(network(toy.data()[0]).sum())
+    optimizer.step()
+
+
+def _clipped_by_weights_from_before(accelerator: Accelerator) -> None:
+    network = stack()
+    before = list(network.parameters())
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(before, lr=0.1))
+    accelerator.backward(network(toy.data()[0]).sum())
+    norm = accelerator.clip_grad_norm_(before, 0.5)
+    assert norm > 1
+    assert torch.isclose(accelerator.clip_grad_norm_(network.parameters(), 0.5), torch.tensor(0.5))
+    optimizer.step()
+    other = nn.Parameter(torch.ones(2))
+    torch.optim.SGD([other], lr=0.1).step()  # optimizers of other weights are left alone
+
+
 def _no_blocks(accelerator: Accelerator) -> None:
     accelerator.prepare(nn.Linear(2, 2))
 
@@ -139,6 +161,12 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
     (_two_types, {}, "PreparationError: blocks.1.norm.weight is trained in torch.float32 and blocks.1.inner"),
     (_one_type_is_trained, {"ignored_modules": "last"}, "prepared"),
     (_optimizer_after_a_forward, {}, "prepared"),
+    (
+        _step_of_an_optimizer_that_was_not_prepared,
+        {},
+        "PreparationError: This AdamW holds the weights from before prepare(model), and FSDP has replaced them",
+    ),
+    (_clipped_by_weights_from_before, {}, "prepared"),
     (_no_blocks, {"activation_checkpointing": True}, "ConfigurationError: activation_checkpointing=True finds no repe"),
     (
         _no_blocks,
@@ -188,6 +216,32 @@ class _Sometimes(nn.Module):
     def forward(self, inputs: torch.Tensor, uses_head: bool) -> dict[str, torch.Tensor]:
         hidden = self.body(inputs) + self.nothing.sum()
         return {"outputs": self.head(hidden) if uses_head else hidden}
+
+
+def test_optimizers_are_looked_at_until_all_old_weights_are_gone() -> None:
+    def hooks() -> int:
+        return len(vars(sys.modules["torch.optim.optimizer"])["_global_optimizer_pre_hooks"])
+
+    accelerator, before = _sharding(), hooks()
+    network = stack()
+    accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    assert hooks() == before, "steps of a script that prepares its optimizer call nothing"
+    network = stack()
+    weights = list(network.parameters())
+    network = accelerator.prepare(network)
+    assert hooks() == before + 1
+    optimizer = accelerator.prepare(torch.optim.SGD(network.parameters(), lr=0.1))
+    del weights
+    accelerator.backward(network(toy.data()[0]).sum())
+    optimizer.step()
+    assert hooks() == before
+    other = stack()
+    weights = list(other.parameters())
+    accelerator.prepare(other)
+    assert hooks() == before + 1, "an optimizer may hold what the list holds"
+    accelerator.free_memory()
+    assert hooks() == before
+    assert weights
 
 
 def test_whole_weights_that_one_process_did_not_use_are_averaged() -> None:

@@ -20,6 +20,7 @@ from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import clamp_gradients, clip_norm, total_grad_norm
 from trainer_lib.strategies.fsdp import sharded_state
 from trainer_lib.strategies.fsdp.fully_shard import ShardedModel, Splitting
+from trainer_lib.strategies.fsdp.unbound_optimizers import refuse_unbound
 from trainer_lib.strategies.shard_updates import update_shards
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class FSDP(Strategy):
         # Maps each parameter that sharding replaced to its shard, for optimizers that were created before.
         self._replacements: Any = WeakTensorKeyDictionary()
         self._step_hooks: list[Any] = []
+        self._unbound: Any = None  # the hook that refuses optimizers that were not prepared
         self._flight = AveragesInFlight(group, device)
 
     @property
@@ -83,6 +85,8 @@ class FSDP(Strategy):
         sharded = ShardedModel(bare, self.plugin, self._arguments(), self.group, self.device, splitting)
         self._models.append(sharded)
         self._replacements.update(sharded.take_replacements())
+        if self._unbound is None and self._replacements:
+            self._unbound = refuse_unbound(self._replacements, self.method)
         return model
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
@@ -103,15 +107,15 @@ class FSDP(Strategy):
                     "loaded), and its model is sharded now. Create a new one after prepare(model)."
                 )
             # In place: some optimizers hold a second reference to the list.
-            parameters[:] = self.current_parameters([self._replacements.get(p, p) for p in parameters])
+            parameters[:] = self.current_parameters(parameters)
             if not takes_any:
                 self._refuse_mixed(optimizer, settings)
         self._after_step()
         self._refuse_for_whole_weights(optimizer)
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return the shards of weights that a forward without a backward has left whole."""
-        parameters = list(parameters)
+        """Return the shards of weights from before sharding, and of those that a forward has left whole."""
+        parameters = [self._replacements.get(p, p) for p in parameters] if self._replacements else list(parameters)
         whole = {parameter for model in self._models for parameter in model.whole.values()}
         if all(hasattr(p, "_local_tensor") or p in whole for p in parameters):
             return parameters
@@ -208,6 +212,7 @@ class FSDP(Strategy):
             model.replicas.release()
         for _, hook in self._step_hooks:
             hook.remove()
+        self._release_unbound()
         self._models.clear()
         self._step_hooks.clear()
         self._replacements.clear()
@@ -265,8 +270,15 @@ class FSDP(Strategy):
     def _after_step(self, *arguments: Any) -> None:
         # A forward without a backward may have left weights whole; a step updates only the shards.
         del arguments
+        if self._unbound is not None and not self._replacements:
+            self._release_unbound()
         for model in self._models:
             model.reshard()
+
+    def _release_unbound(self) -> None:
+        if self._unbound is not None:
+            self._unbound.remove()
+            self._unbound = None
 
 
 class _Synchronizing:
