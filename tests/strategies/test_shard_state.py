@@ -225,6 +225,24 @@ def test_states_of_another_model_are_refused_on_all_processes() -> None:
             assert words in text
 
 
+def _loaded_by_torch(plugin: dict[str, Any]) -> list[bool]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**plugin))
+    whole = {name: value + 1.5 for name, value in stack(Tied).state_dict().items()}
+    network: Any = accelerator.prepare(stack(Tied))
+    result = network.load_state_dict(whole)
+    gathered = accelerator.get_state_dict(network)
+    with pytest.raises(RuntimeError, match="size mismatch for scale"):
+        network.load_state_dict({**whole, "scale": torch.ones(2)})
+    accelerator.free_memory()
+    same = all(torch.equal(value, whole[name]) for name, value in gathered.items())
+    return [not result.missing_keys, not result.unexpected_keys, same]
+
+
+@pytest.mark.parametrize("plugin", [{}, {"activation_checkpointing": True}, {"cpu_offload": True}])
+def test_a_sharded_model_takes_whole_weights_from_torch(plugin: dict[str, Any]) -> None:
+    assert run_world(_loaded_by_torch, (plugin,), 2, timeout=60) == [[True] * 3] * 2
+
+
 class _WithExtra(nn.Linear):
     """A layer that saves more than its tensors."""
 

@@ -101,6 +101,9 @@ class ShardedModel:
         splitting.finish(model)
         if in_fp8 is not None:
             in_fp8.watch(model)
+        for module in model.modules():
+            if any(hasattr(parameter, "_local_tensor") for parameter in module.parameters(recurse=False)):
+                module.register_load_state_dict_pre_hook(_take_whole_weights)
         # Code that reads weights between two steps should see shards, even after a forward without a backward.
         model.register_forward_hook(self._after_forward, always_call=True)
         named = dict(model.named_parameters())
@@ -178,6 +181,19 @@ class ShardedModel:
         targets = {first.get(name, name): tensor.detach() for name, tensor in named}
         source = self._group if self._plugin.sync_module_states else None
         materialize.fill_held(targets, values, source, self._device)
+
+
+def _take_whole_weights(module: nn.Module, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    """Let torch's `load_state_dict` load whole tensors: replace them by what this rank holds of them."""
+    from torch.distributed.tensor import distribute_tensor
+
+    del arguments
+    for name, parameter in module.named_parameters(recurse=False):
+        target: Any = parameter
+        value: Any = state.get(prefix + name)
+        is_whole = isinstance(value, Tensor) and not hasattr(value, "_local_tensor")
+        if is_whole and hasattr(target, "_local_tensor") and value.shape == target.shape:
+            state[prefix + name] = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _sharded(
