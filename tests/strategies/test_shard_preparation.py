@@ -13,7 +13,7 @@ from torch import nn
 from tests.accelerator import toy
 from tests.strategies.sharded import Stack, Tied, stack
 from tests.worlds import run_world
-from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, TrainerLibError
+from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, GradientAccumulationPlugin, TrainerLibError
 
 
 def _sharding(**plugin: Any) -> Accelerator:
@@ -257,6 +257,54 @@ def test_whole_weights_that_one_process_did_not_use_are_averaged() -> None:
     assert torch.equal(weight, other)
     assert bias.tolist() == [2.0, 2.0, 2.0], "4 samples on one of 2 processes"
     assert state["nothing"].shape == (0, 3)
+
+
+class _Branches(nn.Module):
+    """Uses one of two heads of one size, and never its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack()
+        self.heads = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.body(inputs))
+
+
+# The heads that each of two ranks uses in the micro-batches of each update.
+HEADS = [[(0, 0), (0, 0)], [(0, 1), (0, 0)], [(1, 1), (1, 0)], [(1, 1), (1, 1)], [(0, 1), (1, 0)]]
+
+
+def _branches(sync_each_batch: bool, ranks: int) -> dict[str, Any]:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch),
+        fsdp_plugin=FullyShardedDataParallelPlugin() if ranks > 1 else None,
+    )
+    network = stack(_Branches)
+    network, optimizer = accelerator.prepare(
+        network, torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.5)
+    )
+    inputs = toy.data()[0]
+    for update in HEADS:
+        for heads in update:
+            with accelerator.accumulate(network):
+                here = range(2) if ranks == 1 else [accelerator.process_index]
+                losses = [network(inputs[4 * rank : 4 * rank + 4], heads[rank]).square().mean() for rank in here]
+                accelerator.backward(torch.stack(losses).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    state = accelerator.get_state_dict(network)
+    accelerator.free_memory()
+    return state
+
+
+@pytest.mark.parametrize("sync_each_batch", [False, True])
+def test_weights_that_one_process_did_not_use_have_the_gradients_of_the_others(sync_each_batch: bool) -> None:
+    expected = _branches(False, 1)
+    actual, _ = run_world(_branches, (sync_each_batch, 2), 2, timeout=60)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_layers_on_meta_start_as_they_would_have() -> None:

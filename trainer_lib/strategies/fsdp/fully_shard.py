@@ -18,6 +18,7 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.float8_gather import Float8Gather
 from trainer_lib.strategies.fsdp.replicated_params import ReplicatedParameters
+from trainer_lib.strategies.fsdp.unused_parameters import UnusedParameters
 from trainer_lib.strategies.fsdp.wrap_policy import ignored_modules, modules_to_wrap
 from trainer_lib.strategies.validate import check_has_whole_weights
 
@@ -33,12 +34,14 @@ class Splitting:
     Args:
         shards: Whether `fully_shard` follows.
         is_done: Whether the model was loaded in parts, so that each rank keeps the values it has.
+        runs_whole_model: Whether a backward of this rank goes through the whole model.
         replicas: The ranks that average the gradients of what is not sharded.
     """
 
     replicas: ProcessGroup
     shards: bool = True
     is_done: bool = False
+    runs_whole_model: bool = True
 
     def apply(self, model: nn.Module) -> None:
         """Split the weights of a model in place."""
@@ -96,14 +99,14 @@ class ShardedModel:
             held = set(model.modules())
             inner = [module for module in wrapped.values() if module in held]
             self._blocks = _sharded(model, inner, plugin, {**arguments, "ignored_params": kept})
+            if splitting.runs_whole_model:
+                UnusedParameters(self._blocks, splitting.replicas, device)
         if values is not None:
             self._fill(values, first)
         splitting.finish(model)
         if in_fp8 is not None:
             in_fp8.watch(model)
-        for module in model.modules():
-            if any(hasattr(parameter, "_local_tensor") for parameter in module.parameters(recurse=False)):
-                module.register_load_state_dict_pre_hook(_take_whole_weights)
+        _load_whole_weights(model)
         # Code that reads weights between two steps should see shards, even after a forward without a backward.
         model.register_forward_hook(self._after_forward, always_call=True)
         named = dict(model.named_parameters())
@@ -183,8 +186,15 @@ class ShardedModel:
         materialize.fill_held(targets, values, source, self._device)
 
 
-def _take_whole_weights(module: nn.Module, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Let torch's `load_state_dict` load whole tensors: replace them by what this rank holds of them."""
+def _load_whole_weights(model: nn.Module) -> None:
+    """Let torch's `load_state_dict` load whole tensors into a sharded model, the same on all ranks."""
+    for module in model.modules():
+        if any(hasattr(parameter, "_local_tensor") for parameter in module.parameters(recurse=False)):
+            module.register_load_state_dict_pre_hook(_take_shards)
+
+
+def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    """Replace the whole tensors of a module in a state dict by what this rank holds of them."""
     from torch.distributed.tensor import distribute_tensor
 
     del arguments

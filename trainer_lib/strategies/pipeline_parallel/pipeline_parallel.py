@@ -333,7 +333,7 @@ class _StageSplitting(Splitting):
     """
 
     def __init__(self, replicas: ProcessGroup, gates: ModelStages, held: Sequence[int], matrices: Splitting) -> None:
-        super().__init__(replicas=replicas)
+        super().__init__(replicas=replicas, runs_whole_model=False)
         self._gates, self._held, self._matrices = gates, held, matrices
 
     def apply(self, model: nn.Module) -> None:

@@ -1,0 +1,82 @@
+"""`UnusedParameters`: FSDP2 reduces the gradients of parameters that only some ranks have used."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer_lib.process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+class UnusedParameters:
+    """Gives parameters that this rank has not used zeros as gradients, since other ranks may have used them.
+
+    torch reduces the gradients of a block in one message. If ranks have gradients of different parameters, torch adds
+    them up where they are of one size, and else fails or waits forever.
+
+    At the end of the first backward, ranks tell each other whether any of them has unused parameters. If so, they do it
+    after each backward, and a parameter that no rank has used gets no gradient, as on one process. If not, a parameter
+    that no rank uses later has zeros.
+
+    Args:
+        blocks: The modules that are sharded separately.
+        group: The ranks that reduce gradients together.
+        device: The device of this rank.
+    """
+
+    def __init__(self, blocks: "Sequence[FSDPModule]", group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._watches = group.size > 1
+        self._is_first = True
+        self._params: list[Any] = []
+        self._unused: set[Any] = set()  # by this rank, in this backward
+        self._accumulated: set[Any] = set()  # those of them that have gradients of earlier backwards
+        self._reduces = False
+        for block in blocks if self._watches else ():
+            # torch has no event for these two moments.
+            state: Any = block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+            state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
+            for param_group in state._fsdp_param_groups:
+                param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
+                self._params += param_group.fsdp_params
+
+    def _reduce(self, param_group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
+        """Reduce the gradients of a block."""
+        # A block without a backward gathers no weights, so there is none on any rank.
+        had_backward = param_group._training_state.name == "PRE_BACKWARD"
+        param_group.reduce_scatter_unused_params = had_backward
+        if self._watches and param_group.reduce_grads:
+            self._reduces = True
+            unused = [param for param in param_group.fsdp_params if _is_unused(param)]
+            self._unused.update(unused)
+            self._accumulated.update(param for param in unused if param.sharded_param.grad is not None)
+        reduce(*arguments)
+
+    def _end(self, end: Callable[[], None]) -> None:
+        """End a backward."""
+        end()
+        if not self._reduces:
+            return
+        self._reduces = False
+        if self._is_first:
+            self._is_first = False
+            any_unused = torch.tensor(float(bool(self._unused)), device=self._device)
+            self._watches = bool(self._group.all_reduce(any_unused, "max"))
+        if self._watches:
+            used = torch.tensor([float(param not in self._unused) for param in self._params], device=self._device)
+            for param, is_used in zip(self._params, self._group.all_reduce(used, "max").tolist(), strict=True):
+                if not is_used and param not in self._accumulated:
+                    param.sharded_param.grad = None
+        self._unused.clear()
+        self._accumulated.clear()
+
+
+def _is_unused(param: Any) -> bool:
+    if not param.sharded_param.requires_grad or getattr(param, "unsharded_accumulated_grad", None) is not None:
+        return False
+    whole = getattr(param, "_unsharded_param", None)
+    return whole is None or whole.grad is None
