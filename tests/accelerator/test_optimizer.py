@@ -121,3 +121,43 @@ def test_a_missing_attribute_is_the_wrapped_ones() -> None:
     _, _, optimizer = _prepared()
     with pytest.raises(AttributeError, match="AdamW"):
         _ = optimizer.no_such_thing
+
+
+@pytest.mark.parametrize(
+    ("precision", "steps", "style", "words"),
+    [
+        ("no", 1, "step", None),
+        ("no", 2, "step", "This SGD is not prepared, so it steps after each micro-batch, not after 2 of them."),
+        ("no", 2, "step at updates", None),
+        (
+            "fp16",
+            1,
+            "step",
+            "This SGD is not prepared, so it steps with gradients that are multiplied by the loss scale",
+        ),
+        ("fp16", 1, "scaler", None),
+        ("fp16", 2, "other weights", None),
+    ],
+)
+def test_an_optimizer_that_is_not_prepared_gets_a_warning_where_its_steps_differ(
+    caplog: pytest.LogCaptureFixture, precision: str, steps: int, style: str, words: str | None
+) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps)
+    network = accelerator.prepare(toy.model())
+    weights = [torch.nn.Parameter(torch.ones(2))] if style == "other weights" else list(network.parameters())
+    optimizer = torch.optim.SGD(weights, lr=1e-9)
+    inputs, targets, _ = toy.data()
+    for _ in range(4):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs, targets).mean())
+            if style == "scaler":
+                accelerator.scaler.step(optimizer)
+                accelerator.scaler.update()
+            elif accelerator.sync_gradients or style != "step at updates":
+                optimizer.step()
+            optimizer.zero_grad()
+    messages = [record.getMessage() for record in caplog.records]
+    accelerator.free_memory()
+    optimizer.step()
+    assert len(messages) == len(caplog.records) == (words is not None), messages
+    assert messages[0].startswith(words) if words is not None else True

@@ -216,6 +216,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.engine: Engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
         self.checkpoints: Checkpoints = Checkpoints(self.engine, self.project_configuration)
         self._weighted = WeightedBackward(self.engine)
+        self._unprepared: Any = None  # the watch for optimizers that were not prepared
 
     # -- settings ------------------------------------------------------------------------------------------------
 
@@ -396,6 +397,10 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
                 "backward got a loss without weight= in an update that has weighted losses. Give weight= with all "
                 "losses of an update, or with none."
             )
+        if not self.prepared.optimizers and self._unprepared is None:
+            from trainer_lib.accelerator.unprepared_optimizers import watch_unprepared
+
+            self._unprepared = watch_unprepared(self.engine)
         window.begin_backward()
         self.precision.backward(loss, window.is_fresh, window.steps, **kwargs)
 
@@ -522,6 +527,9 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def release(self) -> None:
         """Release all prepared objects and the settings, without collecting garbage."""
         self.checkpoints.background.release()
+        if self._unprepared is not None:
+            self._unprepared.remove()
+            self._unprepared = None
         if self.state.megatron_lm_plugin is not None:
             from trainer_lib.accelerator.megatron_lm.engine import undo_engine
 
