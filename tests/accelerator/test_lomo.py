@@ -25,10 +25,18 @@ def prepared(**arguments: Any) -> tuple[Accelerator, nn.Module, torch.Tensor]:
     return accelerator, network, toy.losses(network, inputs, targets).mean()
 
 
+def test_another_optimizer_is_not_lomo() -> None:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    assert accelerator.has_lomo_optimizer is False
+
+
 @needs_lomo
 @pytest.mark.parametrize("by_backward", [False, True])
 def test_weights_move_in_backward(by_backward: bool) -> None:
     accelerator, network, loss = prepared()
+    assert accelerator.has_lomo_optimizer is True
     if by_backward:
         accelerator.backward(loss, learning_rate=0.05)
     else:

@@ -1,6 +1,7 @@
 """Mixed precision: what runs in which type, and updates that overflow."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from trainer_lib import (
     AutocastKwargs,
     ConfigurationError,
     GradScalerKwargs,
+    InitProcessGroupKwargs,
     PartialState,
     UnsupportedError,
 )
@@ -91,6 +93,38 @@ def test_native_amp_is_refused_where_it_would_have_no_effect() -> None:
     accelerator.prepare(Spy())
     with pytest.raises(ConfigurationError, match="Set it before prepare"):
         accelerator.native_amp = False
+
+
+def test_options_of_autocast_can_be_replaced_for_models_that_are_prepared_afterwards() -> None:
+    given = AutocastKwargs(cache_enabled=False)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[given])
+    assert accelerator.autocast_handler is given
+    before = accelerator.prepare(Spy())
+    accelerator.autocast_handler = off = AutocastKwargs(enabled=False)
+    assert accelerator.autocast_handler is off
+    after = accelerator.prepare(Spy())
+    for network in (before, after):
+        network(torch.ones(2, 4))
+    assert (before.seen, after.seen) == (torch.bfloat16, torch.float32)
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    accelerator.autocast_handler = None
+    assert accelerator.autocast_handler is None
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+    with pytest.raises(ConfigurationError, match="autocast_handler must be AutocastKwargs"):
+        accelerator.autocast_handler = {"enabled": False}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_handlers_can_be_read_from_the_accelerator() -> None:
+    scaler, group = GradScalerKwargs(init_scale=8.0), InitProcessGroupKwargs(timeout=timedelta(seconds=90))
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaler, group])
+    assert accelerator.scaler_handler is scaler
+    assert accelerator.init_handler is group
+    assert accelerator.autocast_handler is None
+    accelerator.free_memory()
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.scaler_handler is accelerator.init_handler is None
 
 
 def test_unwrapping_gives_the_forward_back() -> None:

@@ -149,7 +149,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             project_dir, project_config, older_arguments.get("logging_dir")
         )
         self.log_with: list[str | GeneralTracker] = checked_trackers(log_with, self.project_configuration)
-        group_options = handlers.get(InitProcessGroupKwargs) or InitProcessGroupKwargs()
+        self._handlers = handlers
+        group_options = self.init_handler or InitProcessGroupKwargs()
         precision = construction.precision_name(mixed_precision, older_arguments)
         deepspeed = construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins)
         if deepspeed is not None:
@@ -178,7 +179,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.mixed_precision,
             self.device.type,
             handlers.get(AutocastKwargs),
-            handlers.get(GradScalerKwargs) or construction.scaler_of_deepspeed(deepspeed, self.state.mixed_precision),
+            self.scaler_handler or construction.scaler_of_deepspeed(deepspeed, self.state.mixed_precision),
             handlers.fp8_recipe(),
         )
         construction.check_compilation(
@@ -256,6 +257,33 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         construction.check_ddp(options)
         construction.check_compilation(self.state.dynamo_plugin, options, self.state.fsdp_plugin)
         self.strategy.set_ddp_options(options)
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The options of `autocast`, and of models that `prepare` takes from now on; `None` are torch's defaults."""
+        return self._handlers.get(AutocastKwargs)
+
+    @autocast_handler.setter
+    def autocast_handler(self, options: AutocastKwargs | None) -> None:
+        self._handlers.set(AutocastKwargs, options, "autocast_handler")
+        self.precision.set_autocast(options or AutocastKwargs())
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The options of the loss scaler in `kwargs_handlers`, if you gave them."""
+        return self._handlers.get(GradScalerKwargs)
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The options of the process group in `kwargs_handlers`, if you gave them."""
+        return self._handlers.get(InitProcessGroupKwargs)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer of lomo_optim is prepared, with which `backward` takes a `learning_rate`."""
+        from trainer_lib.accelerator.lomo import is_lomo
+
+        return any(map(is_lomo, self.prepared.optimizers))
 
     @property
     def deepspeed_plugin(self) -> "DeepSpeedPlugin | None":

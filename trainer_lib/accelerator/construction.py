@@ -70,6 +70,20 @@ class Handlers:
         handler = self._by_type.get(kind)
         return handler if isinstance(handler, kind) else None
 
+    def set(self, kind: type[Handler], handler: Handler | None, name: str) -> None:
+        """Replace the handler of this type; `None` removes it.
+
+        Args:
+            kind: The type.
+            handler: The handler.
+            name: Its name in errors.
+        """
+        if handler is not None and not isinstance(handler, kind):
+            raise ConfigurationError(f"{name} must be {kind.__name__} (got {shown(handler)}).")
+        self._by_type.pop(kind, None)
+        if handler is not None:
+            self._by_type[kind] = handler
+
     def fp8_recipe(self) -> "FP8Recipe | None":
         """Return the options of fp8, or `None`."""
         if not self._by_type:

@@ -1,5 +1,6 @@
 """Backward with LOMO, an optimizer that updates each weight as soon as its gradient is computed."""
 
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -28,12 +29,16 @@ def lomo_backward(
     optimizer.fused_backward(loss, learning_rate)
 
 
+def is_lomo(optimizer: AcceleratedOptimizer) -> bool:
+    """Whether a prepared optimizer is `Lomo` or `AdaLomo` of lomo_optim."""
+    package = sys.modules.get("lomo_optim")
+    return package is not None and isinstance(optimizer.optimizer, (package.Lomo, package.AdaLomo))
+
+
 def _fused(optimizers: Sequence[AcceleratedOptimizer]) -> Any:
     if not is_lomo_available():
         raise MissingPackageError("lomo_backward needs a LOMO optimizer: `pip install lomo-optim`.")
-    from lomo_optim import AdaLomo, Lomo  # pyright: ignore[reportMissingImports]
-
-    fused = [prepared.optimizer for prepared in optimizers if isinstance(prepared.optimizer, (Lomo, AdaLomo))]
+    fused = [prepared.optimizer for prepared in optimizers if is_lomo(prepared)]
     if len(fused) != 1 or len(optimizers) != 1:
         raise ConfigurationError(
             f"lomo_backward needs one prepared optimizer, Lomo or AdaLomo of lomo_optim (prepared: "

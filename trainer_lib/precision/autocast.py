@@ -34,20 +34,24 @@ class Autocast(FullPrecision):
             self.device_type, dtype=self.dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
 
+    def set_autocast(self, options: AutocastKwargs) -> None:
+        """Replace the options of `autocast`, and of models that are wrapped from now on."""
+        self.options = options
+
     def wrap_forward(self, model: nn.Module) -> None:
         """Run the model's forward under autocast, and convert its outputs to fp32."""
         if self.uses_autocast:
-            forwards.wrap_forward(model, functools.partial(_under, self))
+            forwards.wrap_forward(model, functools.partial(_under, self, self.options))
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """Restore the model's original forward."""
         forwards.unwrap_forward(model)
 
 
-def _under(precision: Autocast, original: Callable[..., Any]) -> Callable[..., Any]:
+def _under(precision: Autocast, options: AutocastKwargs, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with precision.autocast():
+        with precision.autocast(options):
             outputs = original(self, *args, **kwargs)
         return convert_to_fp32(outputs)
 

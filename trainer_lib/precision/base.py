@@ -33,6 +33,9 @@ class FullPrecision:
         del handler
         return nullcontext()
 
+    def set_autocast(self, options: AutocastKwargs) -> None:
+        """Replace the options of `autocast`, and of models that are wrapped from now on."""
+
     def wrap_forward(self, model: nn.Module) -> None:
         """Run the model's forward in the context of `autocast`, and convert its outputs to fp32."""
 
