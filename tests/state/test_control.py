@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
@@ -177,6 +178,45 @@ def test_a_dict_is_shared_out_value_by_value() -> None:
     first, second = parts({"id": [1, 2, 3], "mask": torch.tensor([True, False, True])})
     assert (first["id"], first["mask"].tolist()) == ([1, 2], [True, False])
     assert (second["id"], second["mask"].tolist()) == ([3], [True])
+
+
+def test_a_dict_in_a_dict_is_shared_out_and_a_string_in_it_stays_whole() -> None:
+    first, second = parts({"style": "oil", "of": {"id": [1, 2, 3], "more": {"text": ["a", "b", "c"]}}})
+    assert first == {"style": "oil", "of": {"id": [1, 2], "more": {"text": ["a", "b"]}}}
+    assert second == {"style": "oil", "of": {"id": [3], "more": {"text": ["c"]}}}
+    assert parts({"style": "oil"}) == [{"style": "oil"}, {"style": "oil"}]
+    with pytest.raises(ConfigurationError, match=r"got \{'a': 1, 'b.c': 2\}"):
+        part({"a": [1], "b": {"c": [1, 2]}})
+
+
+def test_rows_of_a_table_are_shared_out_by_position() -> None:
+    table = pd.DataFrame({"id": [1, 2, 3]}, index=[2, 1, 0])
+    first, second = parts(table)
+    assert (first["id"].tolist(), second["id"].tolist()) == ([1, 2], [3])
+    first, second = parts(table["id"], True)
+    assert (first.tolist(), second.tolist()) == ([1, 2], [3, 3])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (iter([1, 2]), "cannot split inputs"),
+        (None, "cannot split inputs .got None."),
+        (torch.tensor(1), "cannot split inputs"),
+        ({"prompts": ["a", "b"], "scale": 7.5}, r"cannot split scale .got 7.5.*no items in a fixed order"),
+    ],
+)
+def test_inputs_without_items_are_refused_on_one_process_too(inputs: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        part(inputs)
+
+
+def test_a_set_is_not_shared_out_since_its_order_may_differ_between_ranks() -> None:
+    def body() -> None:
+        with pytest.raises(ConfigurationError, match=r"no items in a fixed order. Give a list"):
+            part({"a", "b", "c"})
+
+    run_world(body, timeout=60)
 
 
 def test_a_dataset_is_shared_out_by_select() -> None:

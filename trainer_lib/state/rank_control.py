@@ -1,7 +1,7 @@
 """Running code on some ranks only, in order, or on parts of the inputs."""
 
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.process_group import ProcessGroup
 
@@ -114,8 +115,8 @@ class ProcessControl:
         """Give each rank its part of `inputs` within a `with` block.
 
         Args:
-            inputs: A list, tuple, tensor, array, dataset with `select`, or a dict of those of one length. A string is
-                one input: all ranks get it whole.
+            inputs: A list, tuple, tensor, array, table of pandas, dataset with `select`, or a dict of those of one
+                length, which may be nested. A string is one input: all ranks get it whole.
             apply_padding: Repeat the last input so that all ranks get the same number.
 
         Example:
@@ -166,9 +167,7 @@ def _required(name: str, value: int | None) -> int:
 
 
 def _common_length(inputs: Any) -> int:
-    if not isinstance(inputs, Mapping):
-        return len(inputs)
-    lengths = {key: len(value) for key, value in inputs.items()}
+    lengths = dict(_lengths(inputs, ""))
     if len(set(lengths.values())) > 1:
         raise ConfigurationError(
             f"split_between_processes needs values of one length (got {lengths}). Make them equally long."
@@ -176,14 +175,38 @@ def _common_length(inputs: Any) -> int:
     return next(iter(lengths.values()), 0)
 
 
+def _lengths(inputs: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Yield the length of each value that is split, with its name; strings are not split."""
+    if isinstance(inputs, Mapping):
+        for key, value in inputs.items():
+            yield from _lengths(value, f"{name}.{key}" if name else str(key))
+    elif not isinstance(inputs, (str, bytes)):
+        if not hasattr(inputs, "__len__") or getattr(inputs, "ndim", 1) == 0:
+            raise _unsplittable(inputs, name)
+        yield name, len(inputs)
+
+
+def _unsplittable(inputs: Any, name: str = "") -> ConfigurationError:
+    return ConfigurationError(
+        f"split_between_processes cannot split {name or 'inputs'} (got {shown(inputs)}): it has no items in a fixed "
+        "order. Give a list, tuple, tensor, array, dataset, or a dict of those."
+    )
+
+
 def _picked(inputs: Any, indices: list[int]) -> Any:
     if isinstance(inputs, Mapping):
         return {key: _picked(value, indices) for key, value in inputs.items()}
+    if isinstance(inputs, (str, bytes)):
+        return inputs
     if isinstance(inputs, Tensor):
         return inputs[torch.tensor(indices, dtype=torch.long, device=inputs.device)]
     if isinstance(inputs, np.ndarray):
         return inputs[np.array(indices, dtype=int)]
+    if hasattr(inputs, "iloc"):
+        return inputs.iloc[indices]
     if hasattr(inputs, "select"):
         return inputs.select(indices)
+    if not hasattr(inputs, "__getitem__"):
+        raise _unsplittable(inputs)
     picked = [inputs[index] for index in indices]
     return tuple(picked) if isinstance(inputs, tuple) else picked
