@@ -30,7 +30,7 @@ from trainer_lib.modules.device_placement import (
     check_device_map,
     check_device_same,
     has_offloaded_params,
-    read_device,
+    read_device_map,
     split_device_map,
 )
 from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_weights
@@ -98,9 +98,10 @@ def dispatch_model(
         >>> model[1].weight.device, model(torch.ones(1, 2)).shape
         (device(type='meta'), torch.Size([1, 1]))
     """
-    check_device_map(model, device_map)
+    placed = read_device_map(device_map)
+    check_device_map(model, placed)
     _refuse_dispatched(model)
-    devices = {name: read_device(device) for name, device in split_device_map(model, device_map).items()}
+    devices: dict[str, Any] = split_device_map(model, placed)
     main = _main_device(devices.values()) if main_device is None else torch.device(main_device)
     on_disk = [name for name, device in devices.items() if device == "disk"]
     offloaded = [*on_disk, *(name for name, device in devices.items() if device == _CPU and main != _CPU)]
@@ -356,8 +357,8 @@ def _offloaded_weights(
     if on_disk and index is None:
         if folder is None:
             raise ConfigurationError(
-                f"device_map puts {', '.join(on_disk[:4])}{', …' if len(on_disk) > 4 else ''} on the disk. "
-                "Give offload_dir, a folder for their weights."
+                f"device_map puts {', '.join(on_disk[:4]) or 'the model'}{', …' if len(on_disk) > 4 else ''} on the "
+                "disk. Give offload_dir, a folder for these weights."
             )
         if not (Path(folder) / "index.json").is_file():
             to_write = extract_submodules_state_dict(state, on_disk)

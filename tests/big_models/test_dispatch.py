@@ -290,6 +290,7 @@ def test_an_offloaded_model_moves_once_its_hooks_are_removed(offload: Any, tmp_p
         ({"0": "cpu"}, "names no device for 1.weight, 1.bias"),
         ({"0": "cpu", "1": "gpu"}, "'gpu', which torch does not know"),
         ({"0": "cpu", "1": "disk"}, "puts 1 on the disk. Give offload_dir"),
+        ({"": "disk"}, "puts the model on the disk. Give offload_dir"),
         ({"0": "cpu", "1": 99}, "99"),
     ],
 )
@@ -309,6 +310,24 @@ def test_the_rest_of_a_model_goes_where_the_outer_entry_says(tmp_path: Path) -> 
     assert torch.equal(output(model, "llama"), expected)
     offloaded = {name.rpartition("layers.")[2][:2] for name, value in model.named_parameters() if value.is_meta}
     assert offloaded == {"1.", "lm"}
+
+
+@pytest.mark.parametrize("device_map", [["cpu"], "auto", None, {0: "cpu"}])
+def test_a_device_map_that_is_no_map_is_refused(device_map: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    Accelerator(cpu=True).save_model(model, str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"device_map must be a dict .* infer_auto_device_map"):
+        dispatch_model(model, device_map)
+    if not isinstance(device_map, (str, type(None))):
+        with pytest.raises(ConfigurationError, match="device_map must be a dict"):
+            load_checkpoint_and_dispatch(model, tmp_path, device_map)
+
+
+def test_names_of_a_map_that_the_model_does_not_have_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    dispatch_model(model, {"0": "cpu", "1.wieght": "cpu", "7": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    assert is_offloaded(model) == [False, False, True, True]
+    assert "does not have, and is ignored there: 1.wieght, 7. Did you mean '1.weight'?" in caplog.text
 
 
 def test_empty_weights_are_not_written(tmp_path: Path) -> None:
@@ -444,3 +463,5 @@ def test_misshapen_and_missing_weights_are_named(tmp_path: Path, caplog: pytest.
 def test_an_unknown_way_of_inferring_a_map_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"device_map.*'automatic'.*auto"):
         load_checkpoint_and_dispatch(nn.Linear(1, 1), tmp_path, device_map="automatic")
+    with pytest.raises(ConfigurationError, match=r"'cpu'.*For one device, give a dict such as \{'': 'cpu'\}"):
+        load_checkpoint_and_dispatch(nn.Linear(1, 1), tmp_path, device_map="cpu")

@@ -161,6 +161,14 @@ def test_limits_that_cannot_be_kept_are_refused(memory: dict[object, object], wo
     assert words in str(refusal.value)
 
 
+def test_classes_that_the_model_does_not_have_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    infer_auto_device_map(model, {"cpu": 100}, no_split_module_classes=["LlamaDecoderLayer", "Linear"])
+    assert caplog.text == ""
+    infer_auto_device_map(model, {"cpu": 100}, no_split_module_classes=["Lineer"])
+    assert "the Sequential has no module of the class Lineer. Did you mean 'Linear'?" in caplog.text
+
+
 def test_classes_must_be_names_or_classes() -> None:
     with pytest.raises(ConfigurationError, match="names of classes or classes"):
         infer_auto_device_map(layers(1), {"cpu": 1000}, [3])  # type: ignore[list-item]

@@ -31,7 +31,7 @@ from trainer_lib.foundation.errors import (
     UnsupportedError,
 )
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.device_placement import Device, read_device
+from trainer_lib.modules.device_placement import Device, read_device_map
 from trainer_lib.modules.module_kinds import model_has_dtensor
 from trainer_lib.modules.quantized_layers import is_quantized
 from trainer_lib.modules.state import check_fits, inner_module
@@ -221,7 +221,7 @@ def load_by_map(
     See `load_checkpoint_in_model`; model and weights are checked before anything is loaded.
     """
     _refuse_sharded(model)
-    device_map = {name: read_device(device) for name, device in device_map.items()}
+    device_map = read_device_map(device_map)
     folder = None if offload_folder is None else Path(offload_folder)
     with checked_weights(checkpoint) as files:
         if files != Path(str(checkpoint)).expanduser() and "disk" in device_map.values():

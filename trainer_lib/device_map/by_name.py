@@ -34,7 +34,9 @@ def infer_map(
         special_dtypes: The types of some weights, by name.
     """
     if name not in MAPS:
-        raise ConfigurationError(unknown("device_map", name, MAPS))
+        raise ConfigurationError(
+            f"{unknown('device_map', name, MAPS)} For one device, give a dict such as {{'': 'cpu'}}."
+        )
     memory, low_zero = max_memory, name == "balanced_low_0"
     if name != "sequential":
         memory = get_balanced_memory(model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero)

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.logging import get_logger
 from trainer_lib.modules.tensor_sizes import tensor_bytes
 from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
+
+_logger = get_logger(__name__)
 
 Classes = str | type[nn.Module] | Iterable[str | type[nn.Module]] | None
 
@@ -49,7 +52,9 @@ def units_of(
         special_dtypes: The types of single tensors; see `compute_module_sizes`.
     """
     sizes = tensor_bytes(model, dtype, special_dtypes)
-    units = (_unit(name, part, sizes) for name, part in _parts(model, "", class_names(no_split)))
+    whole = class_names(no_split)
+    _warn_of_unknown(model, whole)
+    units = (_unit(name, part, sizes) for name, part in _parts(model, "", whole))
     return [unit for unit in units if unit.parameters or unit.buffers]
 
 
@@ -68,6 +73,18 @@ def class_names(classes: Classes) -> frozenset[str]:
                 "Give, for example, ['LlamaDecoderLayer']."
             )
     return frozenset(value if isinstance(value, str) else value.__name__ for value in several)
+
+
+def _warn_of_unknown(model: nn.Module, whole: frozenset[str]) -> None:
+    """Warn if no module of the model is of one of these classes; a list for several kinds of models is fine."""
+    known = {type(module).__name__ for module in model.modules()}
+    if whole and whole.isdisjoint(known):
+        _logger.warning_once(
+            "no_split_module_classes has no effect: the %s has no module of the class %s.%s",
+            type(model).__name__,
+            " or ".join(sorted(whole)),
+            did_you_mean(min(whole), sorted(known)),
+        )
 
 
 def _parts(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:

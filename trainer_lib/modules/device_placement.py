@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnknownMemberError, did_you_mean
+from trainer_lib.logging import get_logger
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize
 from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
+
+_logger = get_logger(__name__)
 
 Device = int | str | torch.device
 _Device = TypeVar("_Device", bound=Device)
@@ -153,13 +156,36 @@ def read_device(device: Device) -> Any:
     return chosen
 
 
+def read_device_map(device_map: Mapping[str, Device]) -> dict[str, Any]:
+    """Return a device map with torch devices that this machine has; "disk" stays as it is.
+
+    Raises:
+        ConfigurationError: If it is not a map from names to devices, or the machine has no such device.
+    """
+    if not isinstance(device_map, Mapping) or not all(isinstance(name, str) for name in device_map):
+        raise ConfigurationError(
+            f"device_map must be a dict from names of modules to devices (got {shown(device_map)}). Give one such as "
+            "{'': 'cpu'}, or that of infer_auto_device_map."
+        )
+    return {name: read_device(device) for name, device in device_map.items()}
+
+
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Raise unless a device map has a place for every parameter and buffer of a model.
+    """Raise unless a device map has a place for every parameter and buffer of a model; warn of names that it lacks.
 
     Raises:
         ConfigurationError: With the names that have none.
     """
     names = model.state_dict(keep_vars=True)
+    known = _names(model)
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        _logger.warning_once(
+            "device_map names what the %s does not have, and is ignored there: %s.%s",
+            type(model).__name__,
+            ", ".join(unknown[:8]),
+            did_you_mean(unknown[0], sorted(known)),
+        )
     left_out = [name for name in names if device_of(name, device_map) is None]
     if left_out:
         raise ConfigurationError(
@@ -187,8 +213,10 @@ def split_device_map(model: nn.Module, device_map: Mapping[str, _Device]) -> dic
             if inside not in device_map:
                 add(inside, device)
 
+    known = _names(model)
     for name, device in device_map.items():
-        add(name, device)
+        if name in known:
+            add(name, device)
     return split
 
 
@@ -274,6 +302,12 @@ def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
 
 def _index(device: torch.device) -> int:
     return torch.get_device_module(device.type).current_device() if device.index is None else device.index
+
+
+def _names(model: nn.Module) -> set[str]:
+    """Return the names that a device map may have: those of modules, parameters and buffers."""
+    kinds = (model.named_modules, model.named_parameters, model.named_buffers)
+    return {name for named in kinds for name, _ in named(remove_duplicate=False)}
 
 
 def _is_inside(name: str, place: str) -> bool:
