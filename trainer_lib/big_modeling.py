@@ -29,6 +29,7 @@ from trainer_lib.modules.device_placement import (
     Device,
     check_device_map,
     check_device_same,
+    device_of,
     has_offloaded_params,
     read_device_map,
     split_device_map,
@@ -104,13 +105,15 @@ def dispatch_model(
     devices: dict[str, Any] = split_device_map(model, placed)
     main = _main_device(devices.values()) if main_device is None else torch.device(main_device)
     on_disk = [name for name, device in devices.items() if device == "disk"]
-    offloaded = [*on_disk, *(name for name, device in devices.items() if device == _CPU and main != _CPU)]
+    offloaded = _with_siblings(
+        model, [*on_disk, *(name for name, device in devices.items() if device == _CPU and main != _CPU)], devices
+    )
     if not offloaded and len(set(devices.values())) == 1 and not force_hooks:
         if any(not check_device_same(tensor.device, main) for tensor in (*model.parameters(), *model.buffers())):
             model.to(main)
         vars(model)["hf_device_map"] = dict(device_map)
         return model
-    weights = _offloaded_weights(model, offloaded, on_disk, state_dict, offload_dir, offload_index)
+    weights = _offloaded_weights(model, offloaded, devices, state_dict, offload_dir, offload_index)
     ties = find_tied_parameters(model)
     attach_align_device_hook_on_blocks(
         model,
@@ -341,10 +344,21 @@ def _is_offloaded(model: nn.Module) -> bool:
     return any(has_offloaded_params(module) for module in model.modules())
 
 
+def _with_siblings(model: nn.Module, offloaded: list[str], names: Iterable[str]) -> list[str]:
+    """Return names of offloaded modules and tensors, and the other tensors of a module of which one is offloaded.
+
+    A module has one hook, which fetches all of its tensors: those that are in memory stay there, and are not copied.
+    """
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    owners = {name.rpartition(".")[0] for name in offloaded if name not in modules}
+    tensors = (name for name in names if name not in modules and name.rpartition(".")[0] in owners)
+    return list(dict.fromkeys([*offloaded, *tensors]))
+
+
 def _offloaded_weights(
     model: nn.Module,
     offloaded: list[str],
-    on_disk: list[str],
+    devices: Mapping[str, Any],
     state_dict: Mapping[str, Tensor] | None,
     folder: str | os.PathLike[str] | None,
     index: Mapping[str, Mapping[str, Any]] | None,
@@ -352,6 +366,7 @@ def _offloaded_weights(
     """Return the weights of the offloaded modules, after writing those that belong on the disk and are not there."""
     if not offloaded:
         return None
+    on_disk = [name for name in offloaded if devices[name] == "disk"]
     state = model.state_dict() if state_dict is None else state_dict
     in_memory = extract_submodules_state_dict(state, [name for name in offloaded if name not in on_disk])
     if on_disk and index is None:
@@ -365,7 +380,7 @@ def _offloaded_weights(
             _check_loaded(to_write)
             offload_state_dict(Path(folder), to_write)
     _check_loaded(in_memory)
-    weights = {name: tensor.to(_CPU) for name, tensor in in_memory.items()}
+    weights = {name: tensor.to(device_of(name, devices)) for name, tensor in in_memory.items()}
     return OffloadedWeightsLoader(weights, None if folder is None else Path(folder), index)
 
 

@@ -330,6 +330,52 @@ def test_names_of_a_map_that_the_model_does_not_have_are_told(tmp_path: Path, ca
     assert "does not have, and is ignored there: 1.wieght, 7. Did you mean '1.weight'?" in caplog.text
 
 
+class Embedding(nn.Module):
+    """Parameters and buffers beside the modules, as vision models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+        self.position = nn.Parameter(torch.randn(1, 5, 8))
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.block = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.position
+        return self.block(rows) * self.get_buffer("scale")
+
+
+@pytest.mark.parametrize(
+    "on_disk", [["position"], ["scale"], ["token", "scale"], ["position", "block"], ["block.bias"]]
+)
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_tensors_of_one_module_may_be_in_several_places(
+    on_disk: list[str], offload_buffers: bool, tmp_path: Path
+) -> None:
+    model, inputs = Embedding().eval(), torch.randn(2, 4, 8)
+    expected = model(inputs)
+    Accelerator(cpu=True).save_model(model, str(tmp_path / "weights"))
+    with init_empty_weights():
+        empty = Embedding().eval()
+    names = ["token", "position", "scale", "block.weight", "block.bias"]
+    if "block" in on_disk:
+        names[-2:] = ["block"]
+    device_map = {name: "disk" if name in on_disk else "cpu" for name in names}
+    folder = tmp_path / "offloaded"
+    for dispatched in (
+        dispatch_model(model, device_map, offload_dir=folder, offload_buffers=offload_buffers),
+        load_checkpoint_and_dispatch(empty, tmp_path / "weights", device_map, offload_buffers=offload_buffers),
+    ):
+        for _ in range(2):
+            assert torch.equal(dispatched(inputs), expected)
+        remove_hook_from_submodules(dispatched)
+        assert not any(is_offloaded(dispatched))
+        assert torch.equal(dispatched(inputs), expected)
+    assert sorted(path.stem for path in folder.glob("*.dat")) == sorted(
+        name for name in model.state_dict() if name in on_disk or name.partition(".")[0] in on_disk
+    )
+
+
 def test_empty_weights_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="have no values yet: they are on the meta device"):
         dispatch_model(nn.Linear(2, 2, device="meta"), {"": "disk"}, offload_dir=tmp_path / "weights")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainer_lib.hooks.align_devices import AlignDevicesHook
 from trainer_lib.hooks.model_hook import add_hook_to_module
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
-from trainer_lib.modules.device_placement import Device, set_module_tensor_to_device
+from trainer_lib.modules.device_placement import Device, has_offloaded_params, set_module_tensor_to_device
 from trainer_lib.modules.tensor_sizes import named_module_tensors
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 from trainer_lib.tensor_files.offloaded_weights import PrefixedDataset
@@ -135,6 +135,8 @@ def attach_align_device_hook_on_blocks(
     only = next(iter(prefetchers)) if len(prefetchers) == 1 else None  # then inputs move once, for the whole model
     for name, target in targets.items():
         block, tensor = _block(module, name, module_name)
+        if tensor is not None and has_offloaded_params(block):
+            continue  # the hook for another tensor of this module fetches all of them
         if offloads.get(name):
             attach_align_device_hook(
                 block,
