@@ -15,7 +15,7 @@ from trainer_lib.device_map.balance import get_balanced_memory as get_balanced_m
 from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_device_map
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, StateError, UnsupportedError
 from trainer_lib.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -231,6 +231,9 @@ def load_checkpoint_and_dispatch(
         quantization: How to quantize linear layers while their weights are loaded; then `dtype` is in its options.
             torchao's are on one device.
 
+    Raises:
+        StateError: If the weights do not fit the model, or an empty model has weights that the checkpoint lacks.
+
     Example:
         >>> Accelerator().save_model(nn.Linear(4, 2), "weights")
         >>> with init_empty_weights():
@@ -257,6 +260,7 @@ def load_checkpoint_and_dispatch(
     index = load_by_map(
         model, checkpoint, device_map, offload_folder, method.dtype, strict, method.keep_in_fp32, offload_buffers
     )
+    _check_complete(model, index, device_map, checkpoint)
     return dispatch_model(
         model,
         device_map,
@@ -382,6 +386,44 @@ def _offloaded_weights(
     _check_loaded(in_memory)
     weights = {name: tensor.to(device_of(name, devices)) for name, tensor in in_memory.items()}
     return OffloadedWeightsLoader(weights, None if folder is None else Path(folder), index)
+
+
+def _check_complete(
+    model: nn.Module, index: Mapping[str, Any], device_map: Mapping[str, Device], checkpoint: Any
+) -> None:
+    """Raise for weights of an empty model that have no values after its checkpoint was loaded."""
+    persistent = model.state_dict(keep_vars=True)
+    empty = [
+        name
+        for name, tensor in _tensors(model)
+        if tensor.is_meta and name not in index and str(device_of(name, device_map)) != "meta"
+    ]
+    missing = [name for name in empty if name in persistent]
+    if missing:
+        renamed = (
+            " If transformers renames weights of this checkpoint while it loads them, load it with from_pretrained and "
+            "write it once with save_model."
+            if hasattr(model, "from_pretrained")
+            else ""
+        )
+        raise StateError(
+            f"Weights of the {type(model).__name__} have no values, since {checkpoint} does not have them and the "
+            f"model is empty: {_listed(missing)}. Give a checkpoint with all weights, or make these modules outside of "
+            f"init_empty_weights.{renamed}"
+        )
+    if empty:
+        raise StateError(
+            f"Buffers of the {type(model).__name__} have no values, and no checkpoint has them, since they are not "
+            f"persistent: {_listed(empty)}. Leave include_buffers=True out of init_empty_weights."
+        )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
 
 
 def _check_loaded(state: Mapping[str, Tensor]) -> None:

@@ -506,6 +506,48 @@ def test_misshapen_and_missing_weights_are_named(tmp_path: Path, caplog: pytest.
         )
 
 
+@pytest.mark.parametrize(
+    "device_map", [{"": "cpu"}, {"": "disk"}, {"0": "cpu", "1": "disk"}, {"0": "disk", "1": "cpu"}]
+)
+def test_an_empty_model_needs_all_of_its_weights(device_map: dict[str, str], tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_model(nn.Sequential(nn.Linear(4, 3)), str(tmp_path))
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    with pytest.raises(StateError, match=r"Sequential have no values, since .*empty: 1.weight, 1.bias. Give a check"):
+        load_checkpoint_and_dispatch(model, tmp_path, device_map)
+    assert not hasattr(model, "hf_device_map")
+
+
+def test_an_empty_model_of_transformers_is_told_of_renamed_weights(tmp_path: Path) -> None:
+    made("mixtral").save_pretrained(tmp_path)  # type: ignore[operator]  # with the names of its first version
+    with init_empty_weights():
+        empty = architectures()["mixtral"]()
+    with pytest.raises(StateError, match=r"have no values.*from_pretrained and write it once with save_model"):
+        load_checkpoint_and_dispatch(empty, tmp_path, {"": "disk"})
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_buffers_that_no_checkpoint_has_are_named(device: str, tmp_path: Path) -> None:
+    def layer() -> nn.Module:
+        linear = nn.Linear(2, 2)
+        linear.register_buffer("mask", torch.ones(2), persistent=False)
+        return linear
+
+    Accelerator(cpu=True).save_model(layer(), str(tmp_path))
+    with init_empty_weights(include_buffers=True):
+        model = layer()
+    with pytest.raises(StateError, match=r"not persistent: mask. Leave include_buffers=True out"):
+        load_checkpoint_and_dispatch(model, tmp_path, {"": device})
+
+
+def test_weights_that_stay_empty_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Accelerator(cpu=True).save_model(nn.Sequential(nn.Linear(4, 3)), str(tmp_path))
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    load_checkpoint_in_model(model, tmp_path)
+    assert "have no values yet: 1.bias, 1.weight." in caplog.text
+
+
 def test_an_unknown_way_of_inferring_a_map_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"device_map.*'automatic'.*auto"):
         load_checkpoint_and_dispatch(nn.Linear(1, 1), tmp_path, device_map="automatic")

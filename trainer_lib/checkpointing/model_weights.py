@@ -144,7 +144,7 @@ def load_checkpoint_in_model(
         with checked_weights(checkpoint) as files:
             missing, unexpected = load_in_place(model, files, chosen, strict)
     if not strict:
-        _warn(missing, unexpected, checkpoint)
+        _warn(model, missing, unexpected, checkpoint)
 
 
 @contextmanager
@@ -199,9 +199,14 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _warn(missing: Sequence[str], unexpected: Sequence[str], checkpoint: Any) -> None:
-    if missing:
-        _logger.warning("Weights that %s does not have are unchanged: %s.", checkpoint, ", ".join(missing[:8]))
+def _warn(model: nn.Module, missing: Sequence[str], unexpected: Sequence[str], checkpoint: Any) -> None:
+    state = model.state_dict(keep_vars=True)
+    empty = [name for name in missing if name in state and state[name].device.type == "meta"]
+    unchanged = [name for name in missing if name not in empty]
+    if unchanged:
+        _logger.warning("Weights that %s does not have are unchanged: %s.", checkpoint, ", ".join(unchanged[:8]))
+    if empty:
+        _logger.warning("Weights that are not in %s have no values yet: %s.", checkpoint, ", ".join(empty[:8]))
     if unexpected:
         _logger.warning("Weights in %s that the model does not have: %s.", checkpoint, ", ".join(unexpected[:8]))
 
@@ -233,7 +238,7 @@ def load_by_map(
         missing, unexpected, index = load_by_device_map(
             model, files, device_map, folder, _dtype(dtype), keep_in_fp32, offload_buffers
         )
-    _warn(missing, sorted(unexpected), checkpoint)
+    _warn(model, missing, sorted(unexpected), checkpoint)
     return index
 
 
