@@ -82,7 +82,8 @@ def dispatch_model(
         device_map: The device of each module: the index of an accelerator, "cpu" or "disk".
         main_device: The device that runs offloaded modules; by default the first accelerator in the map, else the CPU.
         state_dict: The weights that stay in the memory of the host; by default those of the model.
-        offload_dir: The folder for weights on the disk.
+        offload_dir: The folder for weights on the disk. Those of an earlier call are used if they have the model's
+            values, or if the model is empty.
         offload_index: The index of weights that are on the disk already, in `offload_dir` or in safetensors files.
         offload_buffers: Whether buffers of offloaded modules are offloaded too.
         skip_keys: Names of arguments that stay on their device.
@@ -113,7 +114,7 @@ def dispatch_model(
             model.to(main)
         vars(model)["hf_device_map"] = dict(device_map)
         return model
-    weights = _offloaded_weights(model, offloaded, devices, state_dict, offload_dir, offload_index)
+    weights = _offloaded_weights(model, offloaded, devices, state_dict, offload_dir, offload_index, offload_buffers)
     ties = find_tied_parameters(model)
     attach_align_device_hook_on_blocks(
         model,
@@ -161,15 +162,15 @@ def disk_offload(
 
     Args:
         model: The model.
-        offload_dir: The folder of the files; those of an earlier call are used as they are.
+        offload_dir: The folder of the files. Those of an earlier call are used if they have the model's values, or if
+            the model is empty.
         execution_device: The device of the forwards; by default that of the model.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Names of classes that use the weights of modules inside them directly.
     """
     _refuse_dispatched(model)
     folder = Path(offload_dir)
-    if not (folder / "index.json").is_file():
-        offload_state_dict(folder, model.state_dict())
+    _keep_on_disk(model, folder, model.state_dict(), offload_buffers)
     weights = OffloadedWeightsLoader(save_folder=folder)
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
@@ -366,6 +367,7 @@ def _offloaded_weights(
     state_dict: Mapping[str, Tensor] | None,
     folder: str | os.PathLike[str] | None,
     index: Mapping[str, Mapping[str, Any]] | None,
+    offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
     """Return the weights of the offloaded modules, after writing those that belong on the disk and are not there."""
     if not offloaded:
@@ -379,13 +381,44 @@ def _offloaded_weights(
                 f"device_map puts {', '.join(on_disk[:4]) or 'the model'}{', …' if len(on_disk) > 4 else ''} on the "
                 "disk. Give offload_dir, a folder for these weights."
             )
-        if not (Path(folder) / "index.json").is_file():
-            to_write = extract_submodules_state_dict(state, on_disk)
-            _check_loaded(to_write)
-            offload_state_dict(Path(folder), to_write)
+        _keep_on_disk(model, Path(folder), extract_submodules_state_dict(state, on_disk), offload_buffers)
     _check_loaded(in_memory)
     weights = {name: tensor.to(device_of(name, devices)) for name, tensor in in_memory.items()}
     return OffloadedWeightsLoader(weights, None if folder is None else Path(folder), index)
+
+
+def _keep_on_disk(model: nn.Module, folder: Path, state: Mapping[str, Tensor], offload_buffers: bool) -> None:
+    """Write weights into a folder, unless it has them already; an empty model gets those that it has.
+
+    Raises:
+        ConfigurationError: If the folder has other values under these names.
+    """
+    there = OffloadedWeightsLoader(save_folder=folder) if (folder / "index.json").is_file() else {}
+    to_write = {name: tensor for name, tensor in state.items() if name not in there}
+    _check_loaded(to_write)
+    unused = () if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    other = [
+        name
+        for name, tensor in state.items()
+        if name in there and name not in unused and not _is_same(there[name], tensor)
+    ]
+    if other:
+        raise ConfigurationError(
+            f"{folder} has weights of another model, or of another time, which the {type(model).__name__} would run "
+            f"with: {_listed(other)}. Delete the folder, or give another one."
+        )
+    if to_write:
+        offload_state_dict(folder, to_write)
+
+
+def _is_same(stored: Tensor, tensor: Tensor) -> bool:
+    """Whether a stored tensor is this one, bit for bit; of a tensor on the meta device, whether it may be."""
+    if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
+        return False
+    if tensor.is_meta or not tensor.numel():
+        return True
+    first, second = (values.detach().cpu().reshape(-1).view(torch.uint8) for values in (stored, tensor))
+    return torch.equal(first, second)
 
 
 def _check_complete(

@@ -382,6 +382,44 @@ def test_empty_weights_are_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "weights").exists()
 
 
+DISK_OFFLOADS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
+    "disk_offload": disk_offload,
+    "dispatch_model": lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+}
+
+
+@pytest.mark.parametrize("offload", DISK_OFFLOADS)
+def test_weights_of_an_earlier_call_are_used_only_if_they_are_the_same(offload: str, tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.randn(4, 2)
+    model[0].register_buffer("calls", torch.zeros(1))
+    model[0].register_parameter("unused", nn.Parameter(torch.tensor([torch.nan])))  # is the same as itself
+    expected = model(inputs)
+    again, empty, trained = copy.deepcopy(model), copy.deepcopy(model).to("meta"), copy.deepcopy(model)
+    DISK_OFFLOADS[offload](model, tmp_path)
+    written = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    again[0].get_buffer("calls").add_(1)  # which stays in memory
+    empty[0].register_buffer("calls", torch.zeros(1))
+    for same in (again, empty):
+        assert torch.equal(DISK_OFFLOADS[offload](same, tmp_path)(inputs), expected)
+    trained[0].get_parameter("weight").data[0, 0] += 1
+    for other, names in ((trained, "0.weight"), (nn.Sequential(nn.Linear(2, 5)), "0.weight, 0.bias")):
+        with pytest.raises(
+            ConfigurationError, match=rf"another model, or of another time.*: {names}. Delete the folder"
+        ):
+            DISK_OFFLOADS[offload](other, tmp_path)
+        assert not any(is_offloaded(other))
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == written
+
+
+def test_weights_that_an_earlier_map_had_elsewhere_are_added_to_the_folder(tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.randn(4, 2)
+    again, expected = copy.deepcopy(model), model(inputs)
+    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    again = dispatch_model(again, {"0": "disk", "1": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(again(inputs), expected)
+    assert torch.equal(model(inputs), expected)
+
+
 def test_a_disk_that_fills_up_leaves_the_model_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     written: list[Any] = []
