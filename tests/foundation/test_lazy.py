@@ -78,6 +78,25 @@ def test_an_unknown_name_is_an_attribute_error_with_the_nearest(package: ModuleT
         package.dump  # noqa: B018
 
 
+def test_modules_of_a_package_can_be_used_as_its_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "with_modules" / "inner").mkdir(parents=True)
+    (tmp_path / "with_modules" / "data").mkdir()  # not a package
+    (tmp_path / "with_modules" / "__init__.py").write_text(PACKAGE)
+    (tmp_path / "with_modules" / "__init__.pyi").write_text(STUB)
+    (tmp_path / "with_modules" / "part.py").write_text("x = 1\n")
+    (tmp_path / "with_modules" / "inner" / "__init__.py").write_text("y = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        package = importlib.import_module("with_modules")
+        assert "with_modules.part" not in sys.modules
+        assert (package.part.x, package.inner.y) == (1, 2)
+        assert dir(package) == ["dumps", "gone", "loads"]
+        with pytest.raises(AttributeError, match="has no attribute 'data'"):
+            _ = package.data
+    finally:
+        forget("with_modules")
+
+
 @pytest.mark.parametrize("name", LAZY_PACKAGES)
 def test_every_public_name_of_a_lazy_package_resolves(name: str) -> None:
     package = importlib.import_module(f"trainer_lib{name}")

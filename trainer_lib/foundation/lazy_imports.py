@@ -24,6 +24,9 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     read as well. `from package.part import *` stands for the public names of a module of the package: those it imports
     come from where it imports them, without the module itself.
 
+    A module of the package is imported when it is used as an attribute: `trainer_lib.utils.set_seed(1)` after
+    `import trainer_lib`.
+
     Args:
         package: The package's `__name__`.
         file: The package's `__file__`; the stub lies beside it.
@@ -32,10 +35,12 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
     def get(name: str) -> Any:
         if name not in modules:
-            # `from package import module` asks here first, so a module that there is gets no hint, for speed.
-            is_unknown = not name.startswith("_") and not _is_module(Path(file).parent, name)
-            hint = (_elsewhere(name, package) or _of_others(name) or did_you_mean(name, modules)) if is_unknown else ""
-            if is_unknown and _caller() == _IMPORT_STATEMENT:
+            is_public = not name.startswith("_")
+            if is_public and _is_module(Path(file).parent, name):
+                with without_collections():
+                    return importlib.import_module(f"{package}.{name}")
+            hint = (_elsewhere(name, package) or _of_others(name) or did_you_mean(name, modules)) if is_public else ""
+            if is_public and _caller() == _IMPORT_STATEMENT:
                 raise ImportError(f"cannot import name {name!r} from {package!r}.{hint}", name=name, path=file)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
         with without_collections():
@@ -68,7 +73,7 @@ def _of_others(name: str) -> str:
 
 
 def _is_module(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
 
 @contextmanager
