@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.worlds import run_world
 from trainer_lib import prepare_pippy
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
 from trainer_lib.inference import find_pippy_batch_size, generate_device_map
 
 
@@ -137,7 +137,7 @@ def _error(make: Any, options: dict[str, Any], call: Any = None) -> str:
     try:
         model = prepare_pippy(make()[0].eval(), **options)
         call(model)
-    except (ConfigurationError, PreparationError) as error:
+    except (ConfigurationError, PreparationError, UnsupportedError) as error:
         return str(error)
     return ""
 
@@ -158,6 +158,14 @@ def _error(make: Any, options: dict[str, Any], call: Any = None) -> str:
 def test_what_cannot_be_cut_is_an_error_on_all_ranks(make: Any, options: dict[str, Any], message: str) -> None:
     for text in run_world(_error, (make, options), 2):
         assert message in text
+
+
+def test_generation_is_refused_on_all_ranks() -> None:
+    tokens = torch.tensor([[3, 4, 5]])
+    for gathers in (False, True):
+        options = {"gather_output": gathers}
+        for text in run_world(_error, (_llama, options, lambda model: model.generate(tokens, max_new_tokens=2)), 2, 60):
+            assert "generate does not work after prepare_pippy" in text
 
 
 def test_outputs_that_are_no_rows_are_an_error_on_the_last_rank() -> None:

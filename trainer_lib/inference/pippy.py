@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, did_you_mean
 from trainer_lib.foundation.pytree import concatenate, map_tensors, tensors
 from trainer_lib.inference.pippy_names import find_pippy_batch_size
 from trainer_lib.modules.names import class_name
@@ -70,10 +70,20 @@ def prepare_pippy(
         parts.hf_split_points = [cut.blocks[start] for start in cut.bounds[1:-1]]
         pipeline = _InferencePipeline(model, cut, count, gather_output, state.device)
         parts.forward = functools.wraps(model.forward)(pipeline)
+        if hasattr(model, "generate"):
+            parts.generate = _refuse_generate
     model.to(state.device)
     if example_args or example_kwargs:
         model(*(example_args or ()), **(example_kwargs or {}))
     return model
+
+
+def _refuse_generate(*args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    raise UnsupportedError(
+        "generate does not work after prepare_pippy: each rank has the keys and values of its own layers only. Leave "
+        "the model whole and share out the prompts with map_between_processes, or give it a device map."
+    )
 
 
 class _InferencePipeline:
