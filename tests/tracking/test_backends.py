@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking import Patience, TrackerGroup
@@ -45,6 +46,8 @@ def test_tensorboard(tmp_path: Path) -> None:
         trackers.log({"loss": 1.0 / step, "eval": {"accuracy": 0.5}, "odd": math.inf, "phase": "warm-up"}, step=step)
     (handle,) = trackers.trackers
     handle.log_images({"one": np.zeros((3, 4, 4), np.uint8), "two": np.zeros((2, 3, 4, 4), np.uint8)}, step=2)
+    handle.log_images({"last": np.zeros((2, 5, 6, 3)), "sizes": [torch.zeros(3, 4, 4), torch.zeros(3, 6, 4)]}, step=2)
+    handle.log_images({"described": np.zeros((4, 6, 3))}, step=2, dataformats="HWC")
     handle.log_table("table", ["a", "b"], [[1, "x"]], step=3)
     writer: Any = handle.tracker
     writer.add_scalar("by hand", 3.0, 1)
@@ -64,7 +67,15 @@ def test_tensorboard(tmp_path: Path) -> None:
     ]
     assert [event.value for event in read.Scalars("odd")] == [math.inf] * 3
     assert read.Scalars("by hand")[0].value == 3.0
-    assert set(read.Tags()["images"]) == {"one", "two"}
+    sizes = {name: (image.height, image.width) for name in read.Tags()["images"] for image in read.Images(name)}
+    assert sizes == {
+        "one": (4, 4),
+        "two": (4, 8),
+        "last": (5, 12),
+        "sizes/0": (4, 4),
+        "sizes/1": (6, 4),
+        "described": (4, 6),
+    }
     assert {"phase/text_summary", "table/text_summary", "settings/text_summary"} <= set(read.Tags()["tensors"])
     assert "hub_token: '***'" in (tmp_path / "digits" / "hparams.yml").read_text()
 
@@ -123,6 +134,24 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert b"eval" in written
     assert b"accuracy" in written
     assert b"not-to-be-written" not in written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_images_of_floats_are_stored_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    needs(name, name)
+    from PIL import Image
+
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.chdir(tmp_path)
+    options = {"wandb": {"mode": "offline"}, "mlflow": {"tracking_uri": "sqlite:///mlflow.db"}}.get(name, {})
+    trackers = TrackerGroup(name, "digits", tmp_path, {name: options}, patience=PATIENT)
+    (handle,) = trackers.trackers
+    handle.log_images({"half": torch.full((3, 8, 6), 0.5), "gray": torch.full((1, 8, 6), 0.5)}, step=1)
+    trackers.finish()
+    images = [Image.open(file).convert("RGB") for file in tmp_path.rglob("*.png")]
+    assert len(images) >= 2
+    assert {(image.size, image.getpixel((2, 2))) for image in images} == {((6, 8), (127, 127, 127))}
 
 
 def test_swanlab_offline(tmp_path: Path) -> None:

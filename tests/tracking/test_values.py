@@ -11,7 +11,8 @@ import torch
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
-from trainer_lib.tracking.delivery.plain_values import pictures, plain_metrics, plain_settings, snapshot
+from trainer_lib.tracking.delivery.images import plain_images
+from trainer_lib.tracking.delivery.plain_values import plain_metrics, plain_settings, snapshot
 from trainer_lib.tracking.secrets import is_secret, masked
 from trainer_lib.tracking.table import table_of
 
@@ -130,13 +131,50 @@ def test_lines_say_the_same_again() -> None:
     assert to_line(Entry("images", {}, 3, 12.5, {})) is None
 
 
-def test_pictures_are_arrays() -> None:
-    tensor = torch.arange(24).reshape(3, 2, 4)
-    assert pictures({"a": tensor}, channels_last=True)["a"].shape == (2, 4, 3)
-    assert pictures({"a": [tensor, tensor]}, channels_last=True)["a"].shape == (2, 2, 4, 3)
-    assert pictures({"a": tensor}, channels_last=False)["a"].tolist() == tensor.tolist()
-    array = np.zeros((5, 2, 4, 3))
-    assert pictures({"a": array}, channels_last=True)["a"].shape == (5, 2, 4, 3)
+def test_images_have_their_channels_where_the_tracker_expects_them() -> None:
+    tensor = torch.arange(90, dtype=torch.uint8).reshape(3, 5, 6)
+    first, last = tensor.numpy(), tensor.numpy().transpose(1, 2, 0)
+    for image in (tensor, first, last, last.astype(np.int64)):
+        assert plain_images({"a": image}, channels_last=True)["a"].tolist() == last.tolist()
+        assert plain_images({"a": image}, channels_last=False)["a"].tolist() == first.tolist()
+    assert plain_images({"a": [tensor, tensor]}, channels_last=True)["a"].shape == (2, 5, 6, 3)
+    assert plain_images({"a": np.zeros((2, 5, 6, 3))}, channels_last=False)["a"].shape == (2, 3, 5, 6)
+    assert plain_images({"gray": first[0]}, channels_last=False)["gray"].tolist() == [first[0].tolist()]
+    sizes = plain_images({"a": [tensor, tensor[:, :2]]}, channels_last=True)["a"]
+    assert [image.shape for image in sizes] == [(5, 6, 3), (2, 6, 3)]
+    assert plain_images({"a": torch.zeros(3, 8, 3)}, channels_last=True)["a"].shape == (8, 3, 3)  # a tensor's are first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_images_of_floats_are_scaled_to_bytes(dtype: torch.dtype) -> None:
+    def pixels(*values: float) -> list[int]:
+        image = plain_images({"a": torch.tensor(values, dtype=dtype).reshape(1, 1, -1)}, channels_last=False)["a"]
+        assert image.dtype == np.uint8
+        return image.flatten().tolist()
+
+    assert pixels(0.0, 0.25, 0.5, 1.0) == [0, 63, 127, 255]
+    assert pixels(0.25, 0.5) == [63, 127]  # dark images stay dark
+    assert pixels(-1.0, 0.0, 1.0) == [0, 127, 255]
+    assert pixels(float("nan"), float("inf"), 0.5) == [0, 255, 127]
+
+
+def test_images_of_pillow_and_of_booleans_are_read() -> None:
+    from PIL import Image
+
+    red = Image.new("RGB", (6, 4), "red")
+    for image in (red, red.convert("P")):
+        read = plain_images({"a": image}, channels_last=False)["a"]
+        assert (read.shape, read[:, 0, 0].tolist()) == ((3, 4, 6), [255, 0, 0])
+    assert plain_images({"mask": np.eye(2, dtype=bool)}, channels_last=False)["mask"].tolist() == [[[255, 0], [0, 255]]]
+    with pytest.raises(TypeError, match=r"image of Pillow, or a list of these \(got a str\)"):
+        plain_images({"a": "image.png"}, channels_last=True)
+
+
+def test_lists_of_tensors_are_copied() -> None:
+    image = torch.zeros(1, 2, 2)
+    copied = snapshot({"images": [image, (image, "text")]})
+    image += 1
+    assert [float(copied["images"][0].sum()), float(copied["images"][1][0].sum())] == [0.0, 0.0]
 
 
 def test_a_table_comes_as_rows_or_as_a_data_frame() -> None:

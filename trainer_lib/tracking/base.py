@@ -129,6 +129,7 @@ class BuiltInTracker(GeneralTracker):
         project_variable: The environment variable of the project, for a Trainer that names none; "" for none.
         takes_texts: Whether it logs text values.
         channels_last: Whether it takes images with the channels last.
+        image_options: The arguments of `log_images` that say how to read an array, which is then passed as it is.
         environment: Environment variables of its process, unless they are set.
     """
 
@@ -139,6 +140,7 @@ class BuiltInTracker(GeneralTracker):
     project_variable: ClassVar[str] = ""
     takes_texts: ClassVar[bool] = True
     channels_last: ClassVar[bool] = False
+    image_options: ClassVar[frozenset[str]] = frozenset()
     environment: ClassVar[Mapping[str, str]] = {}
 
     tracker: Any

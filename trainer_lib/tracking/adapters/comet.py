@@ -35,6 +35,7 @@ class CometMLTracker(VendorTracker):
     module: ClassVar[str] = "comet_ml"
     extra: ClassVar[str] = "comet"
     object_name: ClassVar[str] = "writer"
+    image_options: ClassVar[frozenset[str]] = frozenset({"image_channels", "image_minmax", "image_scale"})
     key_variable: ClassVar[str] = "COMET_API_KEY"
     without_key: ClassVar[str] = (
         "The tracker comet_ml has no key. Set COMET_API_KEY, or give online=False to write files, which `comet upload` "
@@ -108,7 +109,7 @@ class CometMLTracker(VendorTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images, with the channels last."""
+        """Log images. With an option that says how to read an array, arrays are passed as they are."""
         for name, images in images_by_name(values):
             for image in images:
                 self.writer.log_image(image, name=name, step=step, **kwargs)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.imports import require
+from trainer_lib.tracking.adapters.vendor import images_by_name
 from trainer_lib.tracking.base import BuiltInTracker, Point, check_folder, on_main_process
 from trainer_lib.tracking.delivery.plain_values import flat
 
@@ -172,8 +173,8 @@ class MLflowTracker(BuiltInTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, with the channels last."""
-        for name, value in values.items():
-            for image in value if value.ndim == 4 else [value]:
+        for name, images in images_by_name(values):
+            for image in images:
                 self._client.log_image(self._run.info.run_id, image, key=self.metric_name(name), step=step, **kwargs)
 
     @on_main_process

@@ -23,6 +23,7 @@ class TensorBoardTracker(BuiltInTracker):
     requires_logging_directory: ClassVar[bool] = True
     module: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"
+    image_options: ClassVar[frozenset[str]] = frozenset({"dataformats"})
 
     @on_main_process
     def __init__(self, run_name: str, logging_dir: str | Path, **kwargs: Any) -> None:
@@ -92,9 +93,12 @@ class TensorBoardTracker(BuiltInTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write an image or a batch of images per name, with the channels first unless `dataformats` differs."""
+        """Write an image or several per name. With `dataformats`, arrays are passed as they are."""
         for name, value in values.items():
-            if value.ndim == 4:
+            if isinstance(value, list):  # images of several sizes
+                for number, image in enumerate(value):
+                    self.writer.add_image(f"{name}/{number}", image, global_step=step, **kwargs)
+            elif value.ndim == 4:
                 self.writer.add_images(name, value, global_step=step, **kwargs)
             else:
                 self.writer.add_image(name, value, global_step=step, **kwargs)

@@ -112,9 +112,10 @@ class VendorTracker(BuiltInTracker):
 
 
 def images_by_name(values: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the name and the images of each value: one image, or a batch of them."""
+    """Yield the name and the images of each value: one image, or several. Gray ones have no dimension for channels."""
     for name, value in values.items():
-        yield name, list(value) if value.ndim == 4 else [value]
+        images = list(value) if isinstance(value, list) or value.ndim == 4 else [value]
+        yield name, [image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image for image in images]
 
 
 def make_folder(options: Mapping[str, Any], option: str) -> None:

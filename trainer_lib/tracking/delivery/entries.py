@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker, Point
-from trainer_lib.tracking.delivery.plain_values import json_safe, pictures, plain_metrics, plain_settings, read
+from trainer_lib.tracking.delivery.images import arrays, plain_images
+from trainer_lib.tracking.delivery.plain_values import json_safe, plain_metrics, plain_settings, read
 
 
 class Entry(NamedTuple):
@@ -38,7 +39,8 @@ def plain(entry: Entry, tracker: type[BuiltInTracker]) -> tuple[Entry | None, di
     elif entry.kind == "settings":
         content = plain_settings(content)
     elif entry.kind == "images":
-        content = pictures(content, tracker.channels_last)
+        is_described = entry.kwargs.keys() & tracker.image_options
+        content = arrays(content) if is_described else plain_images(content, tracker.channels_last)
     return entry._replace(content=content), refused
 
 

@@ -46,7 +46,9 @@ def _copy(value: Any) -> Any:
         return value.detach().clone() if value.device.type == "cpu" else DeviceCopy(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 0):
         return value.copy()
-    return list(value) if isinstance(value, list) else value
+    if type(value) in (list, tuple):
+        return type(value)(item if type(item) in _PLAIN else _copy(item) for item in value)
+    return value
 
 
 def read(value: Any) -> Any:
@@ -55,7 +57,7 @@ def read(value: Any) -> Any:
         return value.read()
     if isinstance(value, dict):
         return {name: read(item) for name, item in value.items()}
-    return value
+    return type(value)(read(item) for item in value) if type(value) in (list, tuple) else value
 
 
 def flat(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
@@ -142,30 +144,3 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: json_safe(item) for name, item in value.items()}
     return [json_safe(item) for item in value] if isinstance(value, list) else value
-
-
-def pictures(values: Mapping[str, Any], channels_last: bool) -> dict[str, Any]:
-    """Return images as arrays, by name; a list of images becomes one array with a leading dimension.
-
-    Args:
-        values: Arrays, tensors, images that numpy reads, or lists of these.
-        channels_last: Whether to move the channels of tensors, which are first, to the end.
-    """
-    import numpy
-
-    arrays: dict[str, Any] = {}
-    for name, value in values.items():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        images = [_picture(item, channels_last) for item in items]
-        arrays[name] = numpy.stack(images) if isinstance(value, (list, tuple)) else images[0]
-    return arrays
-
-
-def _picture(value: Any, channels_last: bool) -> Any:
-    import numpy
-
-    value = value.read() if isinstance(value, DeviceCopy) else value
-    if not hasattr(value, "detach"):
-        return numpy.asarray(value)
-    array = value.detach().cpu().numpy()
-    return numpy.moveaxis(array, -3, -1) if channels_last and array.ndim > 2 else array
