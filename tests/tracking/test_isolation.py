@@ -187,6 +187,28 @@ def test_a_rejected_value_does_not_block_others(tmp_path: Path, caplog: pytest.L
     assert "1 points are lost" in caplog.messages[-1]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
+def test_a_rejected_last_value_does_not_block_others(tmp_path: Path, apart: bool) -> None:
+    trackers = group(tmp_path, PATIENT, apart=apart)
+    trackers.log({"loss": 0.0}, step=0)
+    trackers.log({"poison": 1.0}, step=1)
+    trackers.log({"loss": 2.0}, step=2)
+    trackers.finish()
+    assert steps(tmp_path / "taken") == [0, 2]
+    assert spooled(tmp_path) == []
+
+
+def test_a_value_that_cannot_be_read_does_not_hurt_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trackers = group(tmp_path, PATIENT)
+    (handle,) = trackers.trackers
+    handle.log_images({"drawing": "a text"}, step=0)
+    trackers.log({"loss": 1.0}, step=1)
+    trackers.finish()
+    assert steps(tmp_path / "taken") == [1]
+    assert "cannot take drawing (TypeError: an image must be" in caplog.messages[0]
+    assert "1 points are lost" in caplog.messages[-1]
+
+
 def test_the_spool_of_an_earlier_program_is_sent_for_the_same_run(tmp_path: Path) -> None:
     first = group(tmp_path, QUICK, how="raise in log", token="a")
     first.log({"loss": 0.0}, step=0)

@@ -167,8 +167,8 @@ class Worker:
                 sent = self._send_spooled() or self._send_queued()
             except Exception as error:  # noqa: BLE001  # a tracker may raise anything
                 self._record_failure(error)
-                if is_last:
-                    return
+                if is_last and not (self._is_started and self._failures <= _POISON):
+                    return  # otherwise a single entry may be what it rejects
                 continue
             if sent or self._is_started:
                 self._record_success()
@@ -223,7 +223,12 @@ class Worker:
     def _prepared(self, entry: Entry) -> Entry | None:
         if not issubclass(self.kind, BuiltInTracker):
             return resolved(entry)
-        ready, refused = plain(entry, self.kind)
+        try:
+            ready, refused = plain(entry, self.kind)
+        except Exception as error:  # noqa: BLE001  # a value may raise anything when it is read
+            self.lost += 1
+            self._warn_unreadable(entry, error)
+            return None
         for name, description in refused.items():
             self._warn_unsupported(name, description)
         return ready
@@ -294,6 +299,15 @@ class Worker:
             "The tracker %s fails, and training continues: %s. Undelivered values are kept in %s and sent later.",
             self.name, reason, storage, main_process_only=False,
         )  # fmt: skip
+
+    def _warn_unreadable(self, entry: Entry, error: Exception) -> None:
+        names = ", ".join(map(str, entry.content))
+        if names not in self._refused:
+            self._refused.add(names)
+            _logger.warning(
+                "The tracker %s cannot take %s (%s): it is left out.", self.name, names, describe_error(error),
+                main_process_only=False,
+            )  # fmt: skip
 
     def _warn_unsupported(self, name: str, description: str) -> None:
         if name not in self._refused:
