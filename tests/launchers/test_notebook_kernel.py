@@ -26,6 +26,18 @@ def fill(text):
     return template.format(state.process_index) + text
 print(notebook_launcher(fill, ("!",), num_processes=2), debug_launcher(lambda: PartialState().num_processes))
 """
+LINES = """
+import sys
+def write_by_turns():
+    state = PartialState()
+    for part in ("rank", " ", str(state.process_index), "\\n"):
+        for rank in range(2):
+            state.wait_for_everyone()
+            if rank == state.process_index:
+                sys.stdout.write(part)
+    sys.stderr.write(f"end {state.process_index}")
+notebook_launcher(write_by_turns, num_processes=2)
+"""
 CHILDREN = "print(len(psutil.Process().children(recursive=True)))"
 
 
@@ -67,6 +79,10 @@ def test_cells_launch_twice_and_an_interrupt_stops_the_processes() -> None:
         kernel.run(SETUP)
         for _ in range(2):
             assert kernel.run(LAUNCH) == "['rank 0!', 'rank 1!'] [2, 2]\n"
+        printed = kernel.run(LINES)
+        assert "rank 0\n" in printed  # not "rankrank  01"
+        assert "rank 1\n" in printed
+        assert "end 0" in printed  # at the end without a new line
         kernel.client.execute("notebook_launcher(lambda: wait('ready'), num_processes=2)")
         kernel.collect(until="ready")
         kernel.manager.interrupt_kernel()

@@ -1,6 +1,7 @@
 """Start and end of a forked process, and the checks before its parent forks."""
 
 import gc
+import io
 import os
 import signal
 import sys
@@ -57,6 +58,35 @@ def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
     environment.set_variables(variables)
     reset_states()
     torch.set_num_threads(threads)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):  # a Jupyter kernel's, which sends each part of a print by itself
+            setattr(sys, name, WholeLines(stream))
+
+
+class WholeLines:
+    """A stream that gets whole lines, so that those of several processes do not mix; a flush sends the rest too."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._line = stream, ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete."""
+        lines, end, rest = (self._line + text).rpartition("\n")
+        self._line = rest
+        if end:
+            self._stream.write(lines + end)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what has no end of line yet."""
+        line, self._line = self._line, ""
+        if line:
+            self._stream.write(line)
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def leave(code: int = 1) -> NoReturn:
