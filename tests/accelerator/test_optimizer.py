@@ -1,7 +1,9 @@
 """The prepared optimizer is the wrapped one in all but its patience."""
 
 import copy
+import gc
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from tests.accelerator import toy
 from trainer_lib import Accelerator
 from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.utils import FullyShardedDataParallelPlugin
 
 
 def _prepared(kind: Any = torch.optim.AdamW, **options: Any) -> tuple[Any, ...]:
@@ -142,6 +145,7 @@ def test_a_missing_attribute_is_the_wrapped_ones() -> None:
 def test_an_optimizer_that_is_not_prepared_gets_a_warning_where_its_steps_differ(
     caplog: pytest.LogCaptureFixture, precision: str, steps: int, style: str, words: str | None
 ) -> None:
+    hooks = optimizer_hooks()
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps)
     network = accelerator.prepare(toy.model())
     weights = [torch.nn.Parameter(torch.ones(2))] if style == "other weights" else list(network.parameters())
@@ -159,5 +163,25 @@ def test_an_optimizer_that_is_not_prepared_gets_a_warning_where_its_steps_differ
     messages = [record.getMessage() for record in caplog.records]
     accelerator.free_memory()
     optimizer.step()
+    assert optimizer_hooks() == hooks
     assert len(messages) == len(caplog.records) == (words is not None), messages
     assert messages[0].startswith(words) if words is not None else True
+
+
+def optimizer_hooks() -> int:
+    """Return how many hooks each step of any optimizer calls."""
+    gc.collect()  # engines of other tests end theirs
+    return len(vars(sys.modules["torch.optim.optimizer"])["_global_optimizer_pre_hooks"])
+
+
+@pytest.mark.parametrize("plugin", [None, FullyShardedDataParallelPlugin()])
+def test_steps_of_others_call_nothing_once_an_accelerator_is_gone(plugin: Any) -> None:
+    hooks = optimizer_hooks()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = toy.model()
+    weights = list(model.parameters())
+    accelerator.backward(accelerator.prepare(model)(toy.data()[0]).sum())
+    assert optimizer_hooks() == hooks + (1 if plugin is None else 2)
+    del accelerator, model
+    assert optimizer_hooks() == hooks
+    assert weights

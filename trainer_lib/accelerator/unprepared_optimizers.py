@@ -1,7 +1,7 @@
 """Warns of an optimizer that is not prepared, where its steps differ from those of a prepared one."""
 
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -19,7 +19,7 @@ def watch_unprepared(engine: Engine) -> Any:
         engine: What an `Accelerator` trains with.
 
     Returns:
-        torch's handle, which ends the watch.
+        torch's handle, which ends the watch; so does the end of the engine.
     """
     reference, warned = ref(engine), set[type]()
 
@@ -36,7 +36,9 @@ def watch_unprepared(engine: Engine) -> Any:
                 effect,
             )
 
-    return register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(look)
+    finalize(engine, handle.remove)
+    return handle
 
 
 def _effect(engine: Engine, optimizer: Optimizer) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,7 @@ class FSDP(Strategy):
         self._replacements.update(sharded.take_replacements())
         if self._unbound is None and self._replacements:
             self._unbound = refuse_unbound(self._replacements, self.method)
+            finalize(self, self._unbound.remove)
         return model
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
