@@ -113,6 +113,29 @@ def test_gradients_are_split_as_their_weights_are(kind: Any) -> None:
     assert run_world(body, (), 2) == [[], []]
 
 
+@pytest.mark.parametrize("kind", [qwen, bert])  # norms of heads, and biases of layers whose inputs are split
+def test_weights_that_were_frozen_when_prepared_are_trained_later(kind: Any) -> None:
+    def gradients() -> dict[str, Any]:
+        accelerator = accelerator_for(Split(kind=kind))
+        model = model_of(kind)
+        weights = [weight for name, weight in model.named_parameters() if "layer" in name]
+        for weight in weights:
+            weight.requires_grad_(False)
+        model = accelerator.prepare(model)
+        accelerator.backward(model(**default_collate(data(2)))["loss"])
+        assert any(weight.grad is None for weight in model.parameters())
+        model.zero_grad()
+        model.requires_grad_(True)
+        accelerator.backward(model(**default_collate(data(2)))["loss"])
+        bare = accelerator.unwrap_model(model)
+        found: dict[str, Any] = {name: weight.grad for name, weight in bare.named_parameters()}
+        return {name: getattr(gradient, "full_tensor", gradient.clone)() for name, gradient in found.items()}
+
+    (expected,) = run_world(gradients, (), 1)
+    for actual in run_world(gradients, (), 2):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
 def _placed(tensor: Any) -> Any:
     return getattr(tensor, "placements", None), tensor.shape, getattr(tensor, "_local_tensor", tensor).shape
 

@@ -30,19 +30,20 @@ def _plain_loss(value: Any) -> Tensor:
 
 def place_gradients(parameter: Any) -> None:
     """Hold a gradient as its parameter is held: summed over ranks that computed parts of it, without others' rows."""
-    if not hasattr(parameter, "_local_tensor"):
+    if not hasattr(parameter, "_local_tensor") or not (parameter.is_floating_point() or parameter.is_complex()):
         return
-    if all(placement.is_replicate() for placement in parameter.placements):
-        parameter.register_post_accumulate_grad_hook(_sum_parts)
-        return
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh, placements, is_trained = parameter.device_mesh, parameter.placements, parameter.requires_grad
 
     def split(gradient: Any) -> Any:
         # Each rank may compute the whole gradient of an embedding, and would keep it.
         return gradient if gradient.placements == placements else gradient.redistribute(mesh, placements)
 
-    if parameter.requires_grad:
+    parameter.requires_grad_(True)  # a frozen one takes no hooks, and may be trained later
+    if all(placement.is_replicate() for placement in placements):
+        parameter.register_post_accumulate_grad_hook(_sum_parts)
+    else:
         parameter.register_hook(split)
+    parameter.requires_grad_(is_trained)
 
 
 def _sum_parts(parameter: Any) -> None:
