@@ -1,6 +1,7 @@
 """The models and the loop of the tests of tensor parallelism."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,18 @@ def gpt2(layers: int = 2) -> nn.Module:
     }
     config = GPT2Config(vocab_size=VOCABULARY - 1, n_embd=32, n_layer=layers, n_head=4, n_positions=32, **none)
     return GPT2LMHeadModel(config)  # an odd vocabulary, and a head tied to the embedding
+
+
+def adapted(kind: Callable[[], nn.Module], targets: Any = "all-linear", **options: Any) -> nn.Module:
+    """Return a model with adapters of LoRA that change its outputs from the start."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings(action="ignore"):  # PEFT calls what transformers deprecate
+        model: Any = get_peft_model(kind(), LoraConfig(r=4, target_modules=targets, **options))  # type: ignore[arg-type]
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(weight, std=0.1)
+    return model
 
 
 _SMALL: dict[str, Any] = {

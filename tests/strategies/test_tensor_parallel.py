@@ -21,6 +21,7 @@ from tests.strategies.split import (
     Plain,
     Split,
     accelerator_for,
+    adapted,
     bert,
     data,
     gpt2,
@@ -138,6 +139,71 @@ def test_weights_that_were_frozen_when_prepared_are_trained_later(kind: Any) -> 
 
 def _placed(tensor: Any) -> Any:
     return getattr(tensor, "placements", None), tensor.shape, getattr(tensor, "_local_tensor", tensor).shape
+
+
+_ALL = ["embed_tokens", "q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
+ADAPTERS = {
+    "llama": Split(kind=partial(adapted, llama, _ALL)),
+    "llama_sequences": Split(kind=partial(adapted, llama, lora_bias=True), plan=LLAMA_SEQUENCES, weighted=True),
+    "llama_loss_parallel": Split(kind=partial(adapted, llama, _ALL), loss_parallel=True),
+    "qwen": Split(kind=partial(adapted, qwen, bias="all")),
+    "bert": Split(kind=partial(adapted, bert, ["query", "value", "dense"])),
+    "gpt2": Split(kind=partial(adapted, gpt2, ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
+    "head": Split(kind=partial(adapted, llama, ["q_proj"], modules_to_save=["lm_head", "embed_tokens"])),
+    "plain": Split(kind=partial(adapted, Plain), plan=WITH_VOCABULARY),
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"tp_size": 2}),
+        *(pytest.param(name, {"tp_size": 2}, marks=pytest.mark.slow) for name in ADAPTERS if name != "llama"),
+        *(pytest.param(name, SHARDS, marks=pytest.mark.slow) for name in ("llama_sequences", "head", "gpt2")),
+        pytest.param("bert", REPLICAS, marks=pytest.mark.slow),
+        pytest.param("llama", {"pp_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_adapters_of_lora_are_split_with_their_layers(name: str, sizes: dict[str, Any]) -> None:
+    assert_as_one_process(replace(ADAPTERS[name], sizes=sizes), 2 * len(sizes))
+
+
+def test_matrices_of_lora_are_split_along_what_their_layer_splits() -> None:
+    styles = resolve(model_of(partial(adapted, llama, ["q_proj", "o_proj"])), TorchTensorParallelConfig(), 2)
+    attention = "base_model.model.model.layers.0.self_attn."
+    assert {name.removeprefix(attention): style for name, style in styles.items() if name.startswith(attention)} == {
+        "k_proj": "colwise",
+        "v_proj": "colwise",
+        "q_proj.base_layer": "colwise",
+        "q_proj.lora_B.default": "colwise",
+        "o_proj.base_layer": "rowwise",
+        "o_proj.lora_A.default": "rowwise",
+    }
+
+
+def test_a_plan_may_name_the_matrices_of_lora() -> None:
+    plan = {"blocks.*.up": "colwise", "*.lora_B.default": "colwise_gather_output", "blocks.*.down": "rowwise"}
+    model = model_of(partial(adapted, Plain, ["up", "down"]))
+    styles = resolve(model, TorchTensorParallelConfig(plan=plan), 2)
+    assert styles["base_model.model.blocks.0.up.base_layer"] == "colwise"
+    assert styles["base_model.model.blocks.0.up.lora_B.default"] == "colwise_gather_output"
+
+
+def test_adapters_that_cannot_be_split_are_an_error() -> None:
+    model = model_of(partial(adapted, llama, ["q_proj"], use_dora=True))
+    with pytest.raises(UnsupportedError, match=r"q_proj is a .*Linear with DoraLinearVariant, which tp_size cannot"):
+        resolve(model, TorchTensorParallelConfig(), 2)
+    model = model_of(partial(adapted, llama, ["q_proj"], trainable_token_indices={"embed_tokens": [1, 2]}))
+    with pytest.raises(UnsupportedError, match=r"embed_tokens is a .*TrainableTokensWrapper, which tp_size cannot"):
+        resolve(model, TorchTensorParallelConfig(), 2)
+
+
+def test_a_plan_that_does_not_fit_names_layers_without_their_adapters() -> None:
+    model = model_of(partial(adapted, Plain))
+    with pytest.raises(ConfigurationError, match=r"Modules with a matrix: blocks\.\*\.up, blocks\.\*\.down\."):
+        resolve(model, TorchTensorParallelConfig(plan={"blocks.*.upp": "colwise"}), 2)
 
 
 @pytest.mark.parametrize("coefficient", [True, False], ids=["balanced", "plain"])

@@ -11,7 +11,7 @@ from torch import nn
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
-from trainer_lib.strategies.tensor_parallel import experts
+from trainer_lib.strategies.tensor_parallel import adapters, experts
 from trainer_lib.strategies.tensor_parallel.attention_heads import heads_of
 from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of
 
@@ -70,32 +70,32 @@ def resolve(model: nn.Module, config: TorchTensorParallelConfig, size: int) -> d
         ConfigurationError: If there is no plan, a pattern matches no module, or sizes do not divide.
     """
     modules = dict(model.named_modules())
-    patterns = _patterns(model, config, modules)
+    names = adapters.plan_names(model, modules)
+    patterns = _patterns(model, config, names)
     chosen: dict[str, str] = {}
     for pattern, style in patterns.items():
         if style not in STYLES:
             raise ConfigurationError(unknown("style of tensor parallelism", style, list(STYLES)))
-        matches = [name for name in modules if fnmatchcase(name, pattern)]
+        matches = [name for name in modules if fnmatchcase(names[name], pattern) or fnmatchcase(name, pattern)]
         if not matches and config.plan is not None:
-            raise _no_match(pattern, modules)
+            raise _no_match(pattern, names, modules)
         for name in matches:
             chosen.setdefault(name, style)
     if not chosen:
-        raise _no_plan(model, modules)
+        raise _no_plan(model, names, modules)
     if config.loss_parallel:
         _keep_logits_split(model, modules, chosen)
+    chosen = adapters.with_adapters(chosen, modules)
     _check_kinds(chosen, modules)
     _check_sizes(model, chosen, modules, size)
     return chosen
 
 
-def _patterns(
-    model: nn.Module, config: TorchTensorParallelConfig, modules: Mapping[str, nn.Module]
-) -> Mapping[str, str]:
+def _patterns(model: nn.Module, config: TorchTensorParallelConfig, names: Mapping[str, str]) -> Mapping[str, str]:
     if config.plan is not None:
         return config.plan
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if config.sequence_parallel and kind in _OF_SEQUENCES and _FIRST_BLOCK in modules:
+    if config.sequence_parallel and kind in _OF_SEQUENCES and _FIRST_BLOCK in names.values():
         return _SEQUENCES
     if config.sequence_parallel:
         _logger.warning_once(
@@ -208,8 +208,8 @@ def _and_more(count: int) -> str:
     return f" (nor {count} other numbers)" if count else ""
 
 
-def _no_match(pattern: str, modules: Mapping[str, nn.Module]) -> ConfigurationError:
-    candidates = _candidates(modules)
+def _no_match(pattern: str, names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> ConfigurationError:
+    candidates = _candidates(names, modules)
     near = get_close_matches(pattern, candidates, n=_SHOWN, cutoff=0.4) or candidates[:_SHOWN]
     return ConfigurationError(
         f"The pattern {pattern!r} of the plan matches none of the {len(modules)} modules. Modules with a matrix: "
@@ -217,15 +217,15 @@ def _no_match(pattern: str, modules: Mapping[str, nn.Module]) -> ConfigurationEr
     )
 
 
-def _no_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> ConfigurationError:
+def _no_plan(model: nn.Module, names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> ConfigurationError:
     return ConfigurationError(
         f"{type(model).__name__} has no plan of tensor parallelism. Give one: ParallelismConfig(tp_size=…, "
         "tp_handler=TorchTensorParallelConfig(plan={'*.up': 'colwise', '*.down': 'rowwise'})). Modules with a matrix: "
-        f"{', '.join(_candidates(modules)[:_SHOWN])}. Styles: {', '.join(STYLES)}."
+        f"{', '.join(_candidates(names, modules)[:_SHOWN])}. Styles: {', '.join(STYLES)}."
     )
 
 
-def _candidates(modules: Mapping[str, nn.Module]) -> Sequence[str]:
+def _candidates(names: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Sequence[str]:
     """Return the names of modules with a matrix, with * for the numbers of layers."""
-    names = [name for name, module in modules.items() if is_matrix(module)]
-    return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+    matrices = [names[name] for name, module in adapters.without_inner(modules).items() if is_matrix(module)]
+    return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in matrices))

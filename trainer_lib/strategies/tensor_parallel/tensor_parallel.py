@@ -16,7 +16,7 @@ from trainer_lib.strategies.align_generators import align_generators
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.fsdp import FSDP
 from trainer_lib.strategies.fsdp.fully_shard import Splitting
-from trainer_lib.strategies.tensor_parallel import layouts, split_layers, styles
+from trainer_lib.strategies.tensor_parallel import adapters, layouts, split_layers, styles
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.plan import resolve
 
@@ -155,7 +155,8 @@ class MatrixSplitting(Splitting):
         inputs = split_layers.SharedInput()
         for name, style in self.styles.items():
             module = model.get_submodule(name)
-            split_layers.install(module, styles.style_of(style, module), self._mesh, inputs)
+            shared = split_layers.SharedInput() if adapters.is_second(name) else inputs
+            split_layers.install(module, styles.style_of(style, module), self._mesh, shared)
         if "colwise_loss_parallel" in self.styles.values():
             model.register_forward_hook(layouts.make_losses_plain)
 
