@@ -1,6 +1,7 @@
 """Models that a trainer saves and other libraries load."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tests.strategies import split
 from tests.trainer.tasks import arguments, points
 from tests.worlds import run_world
-from trainer_lib import Trainer, load_checkpoint_in_model
+from trainer_lib import ParallelismConfig, Trainer, load_checkpoint_in_model
 
 
 class Images(nn.Module):
@@ -125,3 +127,22 @@ def test_what_is_saved_is_read_by_its_kind(processes: int, tmp_path: Path) -> No
         assert actual.keys() == expected.keys()
         assert all(torch.equal(value, expected[key]) for key, value in actual.items()), name
         assert not all(torch.equal(value, before[key]) for key, value in actual.items()), name
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("size", ["tp_size", "dp_shard_size"])
+def test_adapters_of_split_and_sharded_models_are_saved_whole(size: str, tmp_path: Path) -> None:
+    def body() -> dict[str, Tensor]:
+        sizes: dict[str, Any] = {size: 2}
+        model = split.model_of(partial(split.adapted, split.llama))
+        args = arguments(max_steps=1, parallelism=ParallelismConfig(**sizes))
+        trainer = Trainer(model, args, train_dataset=split.data(8))
+        trainer.fit()
+        trainer.save_model(tmp_path / "adapter")
+        prepared: Any = trainer.model
+        return {name: value.clone() for name, value in trainer.accelerator.get_state_dict(prepared).items()}
+
+    state = run_world(body, timeout=100)[0]
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    expected = {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
+    torch.testing.assert_close(saved, expected, rtol=0, atol=0)

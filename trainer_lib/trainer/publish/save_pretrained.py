@@ -24,6 +24,8 @@ def save_model(trainer: TrainerInterface, folder: AnyPath) -> None:
                         (folder / path.relative_to(here)).put(path)
         trainer.accelerator.wait_for_everyone()
         return
+    from trainer_lib.modules.module_kinds import is_peft_model
+
     accelerator = trainer.accelerator
     for name, model in trainer.parts.models.named.items():
         target = folder / name
@@ -34,7 +36,8 @@ def save_model(trainer: TrainerInterface, folder: AnyPath) -> None:
         # It writes its configuration, handles tied weights and (PEFT) saves only the adapter.
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
-            takes_state = "state_dict" in inspect.signature(bare.save_pretrained).parameters
+            # PEFT's takes it among its other keywords.
+            takes_state = is_peft_model(bare) or "state_dict" in inspect.signature(bare.save_pretrained).parameters
             bare.save_pretrained(target, **({"state_dict": state} if takes_state else {}))
     if accelerator.is_main_process and hasattr(trainer.processing_class, "save_pretrained"):
         trainer.processing_class.save_pretrained(folder)
