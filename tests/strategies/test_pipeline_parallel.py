@@ -35,7 +35,7 @@ from trainer_lib import (
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.options.pipeline_options import SPLIT_BACKWARD
 from trainer_lib.state import AcceleratorState, PartialState
-from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut
+from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.utils import TorchPipelineParallelConfig, TorchTensorParallelConfig
 
 ALONE, REPLICAS = {"pp_size": 2}, {"dp_replicate_size": 2, "pp_size": 2}
@@ -209,6 +209,40 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
     assert "is on another rank of the pipeline. Call the model that prepare() returned" in inside
     assert "blocks.1 (Linear) is called on stage 0, and runs on stage 1" in swaps
     assert "blocks.0 (LSTM) returns a tuple, and a pipeline passes one tensor" in pairs
+
+
+class NormAfter(nn.Module):
+    """A module that holds its last norm before the blocks, and reads the type of its first layer, as ViT does."""
+
+    def __init__(self, reads_type: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.reads_type = nn.Linear(2, 2), nn.LayerNorm(2), reads_type
+        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs.to(self.first.weight.dtype) if self.reads_type else inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden)
+
+
+def _last_of_two_stages(reads_type: bool, blocks: list[str] | None = None) -> Tensor:
+    model = NormAfter(reads_type)
+    gates = StageGates(Cut.of(model, blocks, 2))
+    gates.remove_others(model, [1])
+    gates.install(model, [1])
+    return gates.run(model, 1, (torch.ones(1, 2),), (torch.ones(1, 2),), {})
+
+
+def test_a_module_held_before_the_blocks_that_runs_after_them_is_refused() -> None:
+    with pytest.raises(PreparationError, match=r"norm \(LayerNorm\) is called on stage 1, and runs on stage 0"):
+        _last_of_two_stages(False)
+    _last_of_two_stages(False, ["blocks.0", "blocks.1", "norm"])  # as the error advises
+
+
+def test_what_a_model_reads_of_a_module_of_another_stage_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"first \(Linear\) is on another rank .* reads its 'weight' on this one"):
+        _last_of_two_stages(True)
 
 
 def test_options_that_do_not_fit_are_refused() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.modules.block_split import find_blocks, split_evenly, surroundings
 from trainer_lib.modules.names import class_name
-from trainer_lib.strategies.pipeline_parallel.model_stages import ModelStages, StageEnd
+from trainer_lib.strategies.pipeline_parallel.model_stages import Activations, ModelStages, StageEnd
 
 
 @dataclass
@@ -90,6 +90,7 @@ class StageGates(ModelStages):
     def __init__(self, cut: Cut) -> None:
         super().__init__()
         self.cut = cut
+        self._reached = -1  # the position of the last module that was passed in this forward
 
     @property
     def num_stages(self) -> int:
@@ -116,6 +117,11 @@ class StageGates(ModelStages):
         for name, stage in last_blocks.items():
             model.get_submodule(name).register_forward_hook(self._ending(name, stage))
 
+    def run(self, model: nn.Module, stage: int, received: Activations, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of the model on its last stage, of a forward that passes modules in their order."""
+        self._reached = -1
+        return super().run(model, stage, received, args, kwargs)
+
     def parameters_of(self, model: nn.Module, stage: int) -> Iterator[nn.Parameter]:
         """Yield the parameters of the modules that run on a stage of this rank only."""
         names = [name for name in self.cut.modules() if self.cut.stage_of(name) == stage]
@@ -128,13 +134,15 @@ class StageGates(ModelStages):
                 f"{name} ({kind}) is on another rank of the pipeline. Call the model that prepare() returned, on all "
                 "ranks, not the one inside; generate() does not work with pp_size above 1."
             )
-        if not self.received or self.cut.position(name) >= self.cut.bounds[self.stage + 1]:
+        position = self.cut.position(name)
+        if not self.received or position >= self.cut.bounds[self.stage + 1] or position < self._reached:
             raise PreparationError(
                 f"{name} ({kind}) is called on stage {self.stage}, and runs on stage {self.cut.stage_of(name)}: the "
                 "model cannot be cut there. A pipeline needs blocks that run in a row, in the order in which the model "
-                "holds them. Name others (blocks= of TorchPipelineParallelConfig), or cut the model by tracing "
-                "(example_inputs=)."
+                "holds them, after the modules that it holds before them. Name all that run in a row, in that order "
+                "(blocks=[…] of TorchPipelineParallelConfig), or cut the model by tracing (example_inputs=)."
             )
+        self._reached = position
         return self.received[0]
 
     def _check_end(self, model: nn.Module, stage: int) -> None:
@@ -182,6 +190,16 @@ class _Elsewhere(nn.Module):
         """Return the activations that the stage received."""
         del args, kwargs
         return self._gates.pass_on(self._name, self._kind)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a module has; what only the other rank's has is an error that says so."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"{self._name} ({self._kind}) is on another rank of the pipeline, and the model reads its {name!r} on "
+                "this one. Cut the model by tracing (example_inputs= of TorchPipelineParallelConfig)."
+            ) from None
 
     def extra_repr(self) -> str:
         """Return the class of the module."""
