@@ -10,9 +10,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.worlds import run_world
 from trainer_lib import ParallelismConfig
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig, check_micro_batches
 from trainer_lib.pipeline import Pipeline
+from trainer_lib.pipeline.stages import cut
 
 VOCABULARY, LENGTH, STEPS = 32, 6, 6
 
@@ -196,3 +197,32 @@ def test_what_cannot_be_a_pipeline_is_refused() -> None:
         pipeline.step([(inputs, inputs), (inputs[:1], inputs[:1])])
     with pytest.raises(ConfigurationError, match="does not fit the model: missing"):
         pipeline.load_state_dict({})
+
+
+class _NormFirst(nn.Module):
+    """Holds its last norm before the blocks, and may use its last dropout before them too."""
+
+    def __init__(self, drops_twice: bool) -> None:
+        super().__init__()
+        self.norm, self.drops_twice = nn.LayerNorm(2), drops_twice
+        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.dropout(inputs) if self.drops_twice else inputs
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.dropout(self.norm(hidden))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("drops_twice", "name"), [(False, "norm"), (True, "blocks.0")])
+def test_a_module_that_runs_elsewhere_than_it_is_held_is_refused(drops_twice: bool, name: str, index: int) -> None:
+    model = _NormFirst(drops_twice)
+    names = [f"blocks.{number}" for number in range(4)]
+    with pytest.raises(PreparationError, match=f"{name} runs after modules that the model holds after it"):
+        cut(model, names, [0, 2, 4], index)(torch.ones(1, 2))
+    assert torch.equal(cut(model, names, [0, 4], 0)(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    if not drops_twice:  # as the error advises
+        first, second = (cut(model, [*names, "norm"], [0, 2, 5], stage) for stage in (0, 1))
+        assert torch.equal(second(first(torch.ones(1, 2))), model(torch.ones(1, 2)))

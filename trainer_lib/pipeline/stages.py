@@ -1,7 +1,8 @@
 """Cut a model into stages of consecutive blocks that keep the author's parameter names."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,20 +30,55 @@ class SkippedSummand(nn.Module):
         return torch.zeros((), device=positions.device)
 
 
+class _Order:
+    """Checks that a forward runs the modules of a row, skipped ones too, in the order of the row."""
+
+    def __init__(self) -> None:
+        self._reached: int | None = None  # only in a forward: the backward of a checkpoint runs modules again
+
+    @contextmanager
+    def checked(self) -> Generator[None]:
+        """Return the context of a forward."""
+        self._reached = -1
+        try:
+            yield
+        finally:
+            self._reached = None
+
+    def watch(self, module: nn.Module, name: str, position: int) -> None:
+        """Raise when a module runs after one of a later position."""
+
+        def check(module: nn.Module, args: Any) -> None:
+            del args
+            if self._reached is None:
+                return
+            if position < self._reached:
+                raise PreparationError(
+                    f"{name} runs after modules that the model holds after it, so the model cannot be cut there. A "
+                    "pipeline needs blocks that run in a row, in the order in which the model holds them, after the "
+                    "modules that it holds before them. Name all that run in a row, in that order (blocks=[…])."
+                )
+            self._reached = position
+
+        module.register_forward_pre_hook(check)
+
+
 class Stage(nn.Module):
     """One part of a model: tensors in, one tensor out."""
 
-    def __init__(self, model: nn.Module, is_first: bool) -> None:
+    def __init__(self, model: nn.Module, is_first: bool, order: _Order) -> None:
         super().__init__()
         self.model = model
         self.is_first = is_first
+        self._order = order
 
     def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return the activations for the next stage, or the model's output."""
-        if not hasattr(self.model, "get_input_embeddings"):
-            return tensor_of(self.model(inputs, **kwargs))
-        name = "input_ids" if self.is_first else "inputs_embeds"
-        return tensor_of(self.model(**{name: inputs}, use_cache=False, **kwargs))
+        with self._order.checked():
+            if not hasattr(self.model, "get_input_embeddings"):
+                return tensor_of(self.model(inputs, **kwargs))
+            name = "input_ids" if self.is_first else "inputs_embeds"
+            return tensor_of(self.model(**{name: inputs}, use_cache=False, **kwargs))
 
 
 def tensor_of(output: Any) -> torch.Tensor:
@@ -72,4 +108,9 @@ def cut(model: nn.Module, blocks: list[str], bounds: Sequence[int], index: int) 
     if index < len(bounds) - 2:
         for name in after:
             part.set_submodule(name, Skipped())
-    return Stage(part, index == 0)
+    order = _Order()
+    row = [before, *([name] for name in blocks), after] if len(bounds) > 2 else []  # a single stage skips nothing
+    for position, names in enumerate(row):
+        for name in names:
+            order.watch(part.get_submodule(name), name, position)
+    return Stage(part, index == 0, order)
