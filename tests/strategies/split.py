@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from tests.worlds import run_world
@@ -107,8 +107,101 @@ def mixtral(**options: Any) -> nn.Module:
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    none: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(max_position_embeddings=32, **none, **_SMALL))
+    return BertForMaskedLM(BertConfig(max_position_embeddings=32, **_NO_DROPOUT, **_SMALL))
+
+
+def roberta() -> nn.Module:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    return RobertaForMaskedLM(RobertaConfig(max_position_embeddings=32, **_NO_DROPOUT, **_SMALL))
+
+
+def electra() -> nn.Module:
+    from transformers import ElectraConfig, ElectraForMaskedLM
+
+    return ElectraForMaskedLM(ElectraConfig(embedding_size=16, max_position_embeddings=32, **_NO_DROPOUT, **_SMALL))
+
+
+def distilbert() -> nn.Module:
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    sizes: dict[str, Any] = {
+        "dim": 32,
+        "hidden_dim": 48,
+        "n_layers": 2,
+        "n_heads": 4,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return DistilBertForMaskedLM(DistilBertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes))
+
+
+def opt() -> nn.Module:
+    """Return a model whose attention arranges its projections by the number of heads."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes: dict[str, Any] = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "max_position_embeddings": 32}
+    return OPTForCausalLM(
+        OPTConfig(**sizes, **{name: size for name, size in _SMALL.items() if name != "intermediate_size"})
+    )
+
+
+def bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    parts = ("encoder", "decoder")
+    sizes: dict[str, Any] = {f"{part}_layers": 2 for part in parts} | {f"{part}_ffn_dim": 48 for part in parts}
+    sizes |= {f"{part}_attention_heads": 4 for part in parts}
+    options: dict[str, Any] = {"d_model": 32, "dropout": 0.0, "max_position_embeddings": 32}
+    return BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, **sizes, **options))
+
+
+class Pictures(nn.Module):
+    """A model of pictures, which it makes of numbers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config, self.tp_plan = model, model.config, model.tp_plan
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        waves = [torch.sin(input_ids * float(channel + 1)) for channel in range(3)]
+        logits = self.model(pixel_values=torch.stack([wave[:, None] * wave[:, :, None] for wave in waves], 1)).logits
+        return {"loss": cross_entropy(logits, labels[:, 0] % logits.shape[1]), "logits": logits}
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {name: value for name, value in _SMALL.items() if name != "vocab_size"}
+    sizes |= {"image_size": LENGTH, "patch_size": 4, "num_labels": 3}
+    return Pictures(ViTForImageClassification(ViTConfig(**_NO_DROPOUT, **sizes)))
+
+
+class Attends(nn.Module):
+    """A plain module with attention, which arranges its projections by the number of heads, and the size of a head."""
+
+    def __init__(self, knows_size: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.n_heads, self.n_kv_heads = 4, 2
+        if knows_size:
+            self.head_dim = 4
+        self.q_proj, self.o_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        rows, length, _ = hidden.shape
+        queries = self.q_proj(hidden).view(rows, length, self.n_heads, -1).transpose(1, 2)
+        keys, values = (
+            part(hidden).view(rows, length, self.n_kv_heads, -1).transpose(1, 2) for part in (self.k_proj, self.v_proj)
+        )
+        outputs = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        logits = self.head(hidden + self.o_proj(outputs.transpose(1, 2).reshape(rows, length, -1)))
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+ATTENTION = {"*[qkv]_proj": "colwise", "o_proj": "rowwise", "embed": "rowwise", "head": "colwise_gather_output"}
 
 
 def gpt2(layers: int = 2) -> nn.Module:
@@ -141,6 +234,7 @@ _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }  # fmt: skip
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @dataclass

@@ -12,24 +12,32 @@ from torch.utils.data import default_collate
 
 from tests.strategies import split
 from tests.strategies.split import (
+    ATTENTION,
     LLAMA_SEQUENCES,
     PLAIN,
     SEQUENCES,
     VOCABULARY,
     WITH_LOGITS,
     WITH_VOCABULARY,
+    Attends,
     Plain,
     Split,
     accelerator_for,
     adapted,
+    bart,
     bert,
     data,
+    distilbert,
+    electra,
     gpt2,
     llama,
     mixtral,
     model_of,
+    opt,
     parts_of,
     qwen,
+    roberta,
+    vit,
 )
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError, UnsupportedError
@@ -76,8 +84,14 @@ MODELS = {
     "llama_sequences": Split(kind=llama, plan=LLAMA_SEQUENCES, weighted=True),
     "llama_loss_parallel": Split(kind=llama, loss_parallel=True),
     "qwen": Split(kind=qwen),
+    "bart": Split(kind=bart),
     "bert": Split(kind=bert),
+    "distilbert": Split(kind=distilbert),
+    "electra": Split(kind=electra),
     "gpt2": Split(kind=gpt2),
+    "opt": Split(kind=opt),
+    "roberta": Split(kind=roberta),
+    "vit": Split(kind=vit),
     "plain": Split(plan=PLAIN, weighted=True),
 }
 
@@ -297,6 +311,32 @@ def test_a_plan_that_does_not_fit_is_an_error(plan: Any, size: int, message: str
 def test_the_loss_needs_a_head() -> None:
     with pytest.raises(ConfigurationError, match="needs to know which module computes the logits"):
         resolved(Plain(), plan=PLAIN, loss_parallel=True)
+
+
+@pytest.mark.parametrize("knows_size", [False, True])
+def test_attention_arranges_as_many_heads_as_a_rank_computes(knows_size: bool) -> None:
+    assert_as_one_process(Split(kind=partial(Attends, knows_size), plan=ATTENTION), 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "divided", "counts"),
+    [
+        (ATTENTION, 1, (2, 1)),
+        (ATTENTION, 2, (2, 1)),  # by the script
+        ({"q_proj": "colwise"}, 1, (2, 2)),
+        ({"*[qkv]_proj": "colwise_gather_output"}, 1, (4, 2)),
+    ],
+)
+def test_heads_are_divided_where_their_projections_are(
+    plan: dict[str, str], divided: int, counts: tuple[int, int]
+) -> None:
+    def body() -> tuple[int, int]:
+        model: Any = Attends(knows_size=True)
+        model.n_heads, model.n_kv_heads = model.n_heads // divided, model.n_kv_heads // divided
+        model = accelerator_for(Split(plan=plan)).prepare(model)
+        return model.n_heads, model.n_kv_heads
+
+    assert run_world(body, (), 2) == [counts] * 2
 
 
 @pytest.mark.slow

@@ -29,6 +29,11 @@ def without_inner(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: _wrapped(module) if is_wrapper(module) else module for name, module in outer.items()}
 
 
+def layer_name(name: str) -> str:
+    """Return the name of a layer, with or without an adapter."""
+    return name.removesuffix(".base_layer")
+
+
 def is_wrapper(module: nn.Module) -> bool:
     """Whether a module is PEFT's, around a module of the model."""
     # By name: PEFT need not be installed.

@@ -1,7 +1,7 @@
-"""How many attention heads a projection of a plain module computes, from the attributes of the module around it."""
+"""How many attention heads a projection computes, from the attributes of the module around it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,38 @@ _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head")
 _PROJECTION = re.compile(
     r"(^|_)(w?[qkv]|w?qkv|w?kv|query|key|value|queries|keys|values|c_attn|in_proj)(_|\d|$)", re.IGNORECASE
 )
+_FUSED = re.compile(r"kv|query_key|c_attn|in_proj", re.IGNORECASE)
+
+
+def attributes_to_divide(
+    modules: Mapping[str, nn.Module], split: Collection[str]
+) -> Iterator[tuple[nn.Module, str, int]]:
+    """Yield the attributes that count heads of which each rank computes a part: the module, the name and the count.
+
+    Those that a script has divided already are left out, which a module tells that knows the size of a head.
+
+    Args:
+        modules: The modules of a model, by name.
+        split: The names of matrices of which each rank has a part of the outputs.
+    """
+    users: dict[tuple[str, int], list[str]] = {}
+    for name, module in modules.items():
+        heads = heads_of(modules, name) if is_matrix(module) else None
+        if heads is not None:
+            users.setdefault(heads, []).append(name)
+    for (attribute, count), names in users.items():
+        owner_name, _, key = attribute.rpartition(".")
+        owner = modules[owner_name]
+        size = _count(owner, _HEAD_SIZES)
+        is_whole = size is None or all(
+            _FUSED.search(name) or _outputs(modules, name) == count * size[1] for name in names
+        )
+        if is_whole and all(name in split for name in names):
+            yield owner, key, count
+
+
+def _outputs(modules: Mapping[str, nn.Module], name: str) -> int:
+    return features(modules[name])[1]
 
 
 def heads_of(modules: Mapping[str, nn.Module], name: str) -> tuple[str, int] | None:

@@ -18,18 +18,33 @@ from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, feature
 _logger = get_logger(__name__)
 _SHOWN = 12
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")  # transformers' styles of a module with stacked experts
+_ENCODER = {
+    "*embeddings.word_embeddings": "embedding_rowwise",
+    "*.attention.self.query": "colwise",
+    "*.attention.self.key": "colwise",
+    "*.attention.self.value": "colwise",
+    "*.intermediate.dense": "colwise",
+    "*.output.dense": "rowwise",
+}
+_ROBERTA = {**_ENCODER, "lm_head.decoder": "colwise_gather_output"}
+_DECODER = {"*attn.[qkv]_proj": "colwise", "*attn.out_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"}
+_VISION = {"*.attention.[qkv]_proj": "colwise", "*.attention.o_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"}
 # For models of transformers without a plan of their own. GPT-2 computes queries, keys and values in one matrix, whose
 # columns are not those of one head, so its attention gets the whole output.
 _PLANS: Mapping[str, Mapping[str, str]] = {
-    "bert": {
+    "bart": _DECODER,
+    "bert": {**_ENCODER, "cls.predictions.decoder": "colwise_gather_output"},
+    "camembert": _ROBERTA,
+    "dinov2": _VISION,
+    "distilbert": {
         "*embeddings.word_embeddings": "embedding_rowwise",
-        "*.attention.self.query": "colwise",
-        "*.attention.self.key": "colwise",
-        "*.attention.self.value": "colwise",
-        "*.intermediate.dense": "colwise",
-        "*.output.dense": "rowwise",
-        "cls.predictions.decoder": "colwise_gather_output",
+        "*.attention.[qkv]_lin": "colwise",
+        "*.attention.out_lin": "rowwise",
+        "*.ffn.lin1": "colwise",
+        "*.ffn.lin2": "rowwise",
+        "vocab_projector": "colwise_gather_output",
     },
+    "electra": {**_ENCODER, "generator_lm_head": "colwise_gather_output"},
     "gpt2": {
         "*wte": "embedding_rowwise",
         "*.attn.c_attn": "colwise_gather_output",
@@ -38,6 +53,10 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "*.mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     },
+    "opt": {**_DECODER, "*embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"},
+    "roberta": _ROBERTA,
+    "vit": _VISION,
+    "xlm-roberta": _ROBERTA,
 }
 _FIRST_BLOCK = "model.layers.0"
 # Plans in which each rank computes the norms of its part of the sequence.
@@ -107,6 +126,11 @@ def _patterns(model: nn.Module, config: TorchTensorParallelConfig, names: Mappin
         )
     known = _PLANS.get(kind, {})
     return _with_experts(getattr(model, "tp_plan", None) or {}) or known
+
+
+def has_own_plan(model: nn.Module, config: TorchTensorParallelConfig) -> bool:
+    """Whether a model of transformers is split by its own plan, which fits it without any change."""
+    return config.plan is None and bool(getattr(model, "tp_plan", None))
 
 
 def require_experts(model: nn.Module, size: int, option: str) -> None:

@@ -18,7 +18,8 @@ from trainer_lib.strategies.fsdp.fsdp import FSDP
 from trainer_lib.strategies.fsdp.fully_shard import Splitting
 from trainer_lib.strategies.tensor_parallel import adapters, layouts, split_layers, styles
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
-from trainer_lib.strategies.tensor_parallel.plan import resolve
+from trainer_lib.strategies.tensor_parallel.attention_heads import attributes_to_divide
+from trainer_lib.strategies.tensor_parallel.plan import has_own_plan, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +138,7 @@ class MatrixSplitting(Splitting):
         self.styles = resolve(model, config, mesh.size())
         self._split = {name: model.get_submodule(name) for name in self.styles}
         self._mesh = mesh
+        self._divides_heads = not has_own_plan(model, config)
         _placements(model, self.styles)  # what cannot be split raises before the model is changed
 
     def apply(self, model: nn.Module) -> None:
@@ -147,6 +149,8 @@ class MatrixSplitting(Splitting):
         self.styles: dict[str, str] = {
             name: s for name, s in self.styles.items() if held.get(name) is self._split[name]
         }
+        if self._divides_heads:
+            self._divide_heads(held)
         parts: dict[Tensor, Tensor] = {}
         for parameter, placement in _placements(model, self.styles).items():
             part = distribute_tensor(parameter.detach(), self._mesh, [placement], src_data_rank=None)
@@ -159,6 +163,12 @@ class MatrixSplitting(Splitting):
             split_layers.install(module, styles.style_of(style, module), self._mesh, shared)
         if "colwise_loss_parallel" in self.styles.values():
             model.register_forward_hook(layouts.make_losses_plain)
+
+    def _divide_heads(self, held: dict[str, nn.Module]) -> None:
+        """Let attention arrange as many heads as this rank computes."""
+        split = {adapters.layer_name(name) for name, style in self.styles.items() if style == "colwise"}
+        for module, attribute, count in list(attributes_to_divide(adapters.without_inner(held), split)):
+            setattr(module, attribute, count // self._mesh.size())
 
     def finish(self, model: nn.Module) -> None:
         """Have gradients summed that ranks compute parts of, and split where their weights are."""
