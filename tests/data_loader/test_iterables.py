@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data_loader.reference import SizedStream, Stream, handed, read, read_all, worlds
+from tests.data_loader.reference import SizedStream, Stream, flat, handed, read, read_all, worlds
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, StateError
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
@@ -347,6 +347,35 @@ def test_a_dataset_as_long_as_its_length_is_not_warned_of(num_workers: int, capl
     for size in range(1, 12):
         for loader in worlds(DataLoader(SizedStream(size), 2, num_workers=num_workers), 2):
             list(loader)
+    assert caplog.records == []
+
+
+class Whole(IterableDataset[Any]):
+    """A stream that each worker reads as a whole."""
+
+    def __init__(self, size: int, value: int | None = None) -> None:
+        self.size, self.value = size, value
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.size):
+            yield number if self.value is None else self.value
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_workers_that_read_the_same_samples_are_warned_of_once(
+    batch_size: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = prepare_data_loader(DataLoader(Whole(6), batch_size, num_workers=2), num_processes=1)
+    for _ in range(2):
+        assert len(flat([[batch] if batch_size is None else batch for batch in loader])) == 12  # as without us
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("1 of the 2 workers read the same first samples of Whole as another one")
+    assert "info = torch.utils.data.get_worker_info()" in warning
+
+
+def test_workers_are_not_warned_of_where_samples_cannot_tell(caplog: pytest.LogCaptureFixture) -> None:
+    for dataset, num_workers in ((Stream(6), 2), (Whole(6), 1), (Whole(6, value=0), 2), (Whole(0), 2)):
+        list(prepare_data_loader(DataLoader(dataset, 2, num_workers=num_workers), num_processes=1))
     assert caplog.records == []
 
 

@@ -62,11 +62,17 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._stream: SampleStream | None = None
         self._position = 0
         self._digest = torch.zeros((), dtype=torch.int64)  # of the first samples; 0: not read
+        self._worker_digests = torch.zeros(0, dtype=torch.int64)  # of what each of several workers read first
 
     @property
     def opening_digest(self) -> int | None:
         """The digest of the first samples of the pass, as read by this rank or its first worker."""
         return int(self._digest) or None
+
+    def workers_alike(self) -> list[int]:
+        """Return the workers that read the same first samples in this pass as a worker before them."""
+        digests: list[int] = self._worker_digests.tolist()
+        return [worker for worker, first in enumerate(digests) if first and first in digests[:worker]]
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the dataset if it has it."""
@@ -88,10 +94,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Divide the samples in this way."""
         self._sharing = sharing
 
-    def share_place_with_workers(self) -> None:
+    def share_place_with_workers(self, workers: int) -> None:
         """Let workers see where to start, also workers that persist from pass to pass."""
         self._place.share_memory_()
         self._digest.share_memory_()
+        self._worker_digests = torch.zeros(workers, dtype=torch.int64).share_memory_()
 
     def mark_tails(self) -> None:
         """Yield the samples of a last round as `TailSample`s, for a `TailCollate` to count."""
@@ -120,6 +127,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self._bookmark, self._ending = bookmark, ending
         self._randomness = stream
         self._digest.zero_()
+        self._worker_digests.zero_()
 
     def bookmark_before(self, position: int) -> Bookmark | None:
         """Return the newest bookmark of the current pass that is not after `position`."""
@@ -155,11 +163,15 @@ class IterableDatasetShard(IterableDataset[Any]):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(derived_seed(seed, epoch, "generator"))
             stream = RandomStream(derived_seed(seed, epoch, "stream")) if worker is None else None
-        looks = self._sharing.processes > 1 and (worker is None or worker.id == 0)
-        return SampleStream(self.dataset, size, stream, self._digest_opening if looks else None)
+        is_compared = self._sharing.processes > 1 if worker is None else worker.id == 0 or worker.num_workers > 1
+        return SampleStream(self.dataset, size, stream, self._digest_opening if is_compared else None)
 
     def _digest_opening(self, samples: list[Any]) -> None:
-        self._digest.fill_(digest(samples[:_OPENING]))
+        worker, first = get_worker_info(), digest(samples[:_OPENING])
+        if self._sharing.processes > 1 and (worker is None or worker.id == 0):
+            self._digest.fill_(first)
+        if worker is not None and samples and not _are_equal(samples[:_OPENING]):
+            self._worker_digests[worker.id] = first
 
     def _read(self, stream: SampleStream, position: int, bookmark: Bookmark | None, ending: Ending) -> Iterator[Any]:
         sharing = self._sharing
@@ -200,6 +212,7 @@ _LOCAL_ATTRIBUTES = frozenset(
         "_stream",
         "_position",
         "_digest",
+        "_worker_digests",
     }
 )
 
@@ -239,6 +252,11 @@ class TailCollate:
         if tail.is_real:
             return batch
         return Counted(batch, Rows(ignorant_find_batch_size(batch) or 1, 0), -1)
+
+
+def _are_equal(samples: list[Any]) -> bool:
+    """Whether there are several samples, all equal: these cannot tell whose they are."""
+    return len(samples) > 1 and len({digest([sample]) for sample in samples}) == 1
 
 
 def _marked(part: list[Any], first: int, own: int) -> Iterator[TailSample]:

@@ -42,7 +42,7 @@ class IterableReader(Reader):
     """
 
     style = "iterable"
-    _has_warned = False
+    _has_warned = _has_compared_workers = False
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class IterableReader(Reader):
         shard.share(self.sharing)
         shard.mark_tails()
         if self.loader.num_workers:
-            shard.share_place_with_workers()
+            shard.share_place_with_workers(self.loader.num_workers)
         self.swap("dataset", shard)
         self.swap("collate_fn", self._counting(collate))
         if self._is_batched:
@@ -293,9 +293,28 @@ class IterableReader(Reader):
         self._shard.enter(seed, place.epoch, place.consumed if by_worker else 0, None, Ending(), stream)
         if by_worker:
             skipped = place.consumed
-        batches = self._marked(self._iterated(), skipped) if self._loader_keeps_place else self._iterated()
+        batches = self._iterated()
+        if loader.num_workers > 1 and not self._has_compared_workers:
+            batches = self._comparing_workers(batches)
+        if self._loader_keeps_place:
+            batches = self._marked(batches, skipped)
         unwanted = (place.consumed - skipped) // self.step * len(self.sharing.ranks)
         return look_ahead(islice(batches, unwanted, None), ending, by=len(self.sharing.ranks))
+
+    def _comparing_workers(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Warn, after a batch of each worker, if workers read the same samples."""
+        yield from islice(batches, self.loader.num_workers)
+        self._has_compared_workers = True
+        if alike := self._shard.workers_alike():
+            _logger.warning(
+                "%d of the %d workers read the same first samples of %s as another one, so samples may be read several "
+                "times in an epoch, and others not at all if __len__ ends it: each worker iterates a copy of the whole "
+                "dataset. Split it in __iter__: info = torch.utils.data.get_worker_info(), then "
+                "itertools.islice(samples, info.id, None, info.num_workers) where info is not None; or set "
+                "num_workers=1.",
+                *(len(alike), self.loader.num_workers, type(self.attribute("dataset")).__name__),
+            )
+        yield from batches
 
     def _usable(self, bookmark: Any) -> Any:
         """Return the bookmark if it is valid here: batches count differently if the loader was divided otherwise."""
