@@ -240,11 +240,17 @@ def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> Eval
     else:
         outputs, value = loss.evaluate(model, batch)
         if value is None:  # nothing to compare with
-            return EvaluationOutput(predictions=predictions_of(outputs), labels=labels)
+            return EvaluationOutput(
+                predictions=predictions_of(outputs), labels=labels, ignored_label=loss.ignored_label
+            )
     result = loss.as_result(value, batch)
     weight = 0.0 if result.weight is None else result.weight
     return EvaluationOutput(
-        loss_sum=result.loss, weight=weight, predictions=predictions_of(result.outputs), labels=labels
+        loss_sum=result.loss,
+        weight=weight,
+        predictions=predictions_of(result.outputs),
+        labels=labels,
+        ignored_label=loss.ignored_label,
     )
 
 

@@ -375,7 +375,8 @@ class Trainer(ToolMethods, PublishMethods):
         """Return the number of items in the mean loss of a batch: labels that are not ignored, else samples."""
         shift = self.label_shift
         shifted = shift.answer if shift.is_known else shift(batch)
-        return count_items(batch, self.args.label_names, shifted, self.parts.loss.samples)
+        loss = self.parts.loss
+        return count_items(batch, self.args.label_names, shifted, loss.samples, loss.ignored_label)
 
     @overridable
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:

@@ -2,17 +2,22 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import f1_score
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from tests.trainer.evaluated import CLASSES, Bench, Texts, classify, dataset, expected, read, scores
+from tests.trainer.tasks import arguments
 from tests.worlds import run_world
+from trainer_lib import Trainer
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -269,6 +274,69 @@ class TestObjects:
         bench = Bench()
         with pytest.raises(ConfigurationError, match=r"'confusion_matrix' returned a Tensor of shape \(2, 2\)"):
             bench.evaluate({"": bench.set(dataset(3), {"confusion": Matrix()})})
+
+
+class MeanOfValid(torch.nn.Module):
+    """A custom loss with an `ignore_index`."""
+
+    ignore_index = 255
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets, ignore_index=255)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [torch.nn.CrossEntropyLoss(ignore_index=255), partial(cross_entropy, ignore_index=255), MeanOfValid()],
+    ids=["module", "partial", "custom"],
+)
+def test_metrics_leave_out_the_labels_that_the_loss_ignores(loss_fn: Any) -> None:
+    inputs = torch.randn(11, 6, 4, generator=torch.Generator().manual_seed(0))  # rows of 4 "pixels"
+    labels = inputs[:, :3].argmax(dim=1)
+    labels[::2, 1:] = 255
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Conv1d(6, 3, 1)
+
+    def body() -> tuple[dict[str, float], float, float]:
+        args = arguments(
+            max_steps=1, per_device_train_batch_size=6, per_device_eval_batch_size=3, learning_rate=0.0, shuffle=False
+        )
+        made = Trainer(
+            model(),
+            args,
+            train_dataset=(inputs, labels),
+            eval_dataset=(inputs, labels),
+            loss_fn=loss_fn,
+            metrics=["accuracy", "f1_macro"],
+            train_metrics=["accuracy"],
+        )
+        fitted = made.fit()
+        return made.evaluate(), fitted.history[0]["accuracy"], fitted.history[0]["loss"]
+
+    outputs, valid = model()(inputs), labels != 255
+    right = (outputs.argmax(dim=1) == labels)[valid].float().mean().item()
+    loss = cross_entropy(outputs, labels, ignore_index=255).item()
+    for values, trained, train_loss in run_world(body, num_processes=2, timeout=60):
+        assert values["eval_accuracy"] == pytest.approx(right)
+        assert values["eval_loss"] == pytest.approx(loss)
+        assert (trained, train_loss) == (pytest.approx(right), pytest.approx(loss))
+        classes = outputs.argmax(dim=1)[valid].numpy()
+        assert values["eval_f1_macro"] == pytest.approx(f1_score(labels[valid].numpy(), classes, average="macro"))
+
+
+def test_a_step_says_which_label_metrics_leave_out() -> None:
+    predictions, labels = scores(SAMPLES)
+    data = TensorDataset(predictions, labels.where(labels != -100, 255))
+    kinds = ["accuracy", "top2_accuracy", "f1_macro", "auroc"]
+
+    def step(model: Any, batch: Any) -> EvaluationOutput:
+        return EvaluationOutput(predictions=batch[0], labels=batch[1], ignored_label=255)
+
+    assert measured(lambda: kinds, step, data) == measured(
+        lambda: kinds, compared(predictions, labels), TensorDataset(predictions, labels)
+    )
 
 
 class TestTorchMetrics:

@@ -26,6 +26,7 @@ class EvaluationOutput:
         predictions: One row per sample, in the leading dimension of tensors or in lists; structures of these.
         labels: In the same form as predictions; `None` if there are none.
         padding: What the rows of `predictions` are padded with, where batches have rows of different sizes.
+        ignored_label: The label that built-in metrics leave out.
     """
 
     loss_sum: Tensor | None = None
@@ -33,6 +34,7 @@ class EvaluationOutput:
     predictions: Any = None
     labels: Any = None
     padding: int = IGNORE_INDEX
+    ignored_label: int = IGNORE_INDEX
 
 
 class Metric(ABC):

@@ -1,5 +1,6 @@
 """The loss of a batch as a sum with its weight, whatever the model, a loss function or `compute_loss` returns."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.losses.loss_checks import check_loss, check_weight
-from trainer_lib.trainer.losses.loss_result import LossResult, Weight, count_valid
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight, count_valid, ignored_label
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import is_scalar, targets_of
 from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
@@ -62,6 +63,11 @@ class BatchLoss:
     def is_overridden(self) -> bool:
         """Whether a subclass overrides `compute_loss`."""
         return is_overridden(type(self._trainer), "compute_loss")
+
+    @functools.cached_property
+    def ignored_label(self) -> int:
+        """The label that losses and metrics leave out."""
+        return ignored_label(self._trainer.loss_fn)
 
     @property
     def has_own_step(self) -> bool:

@@ -72,6 +72,18 @@ def summed(loss_fn: Any) -> SummedLoss | None:
     return lambda outputs, targets: (total(outputs, targets), count(settings, outputs, targets))
 
 
+def ignored_label(loss_fn: Any) -> int:
+    """Return the label that a loss function ignores: its `ignore_index`, by default -100.
+
+    Example:
+        >>> ignored_label(nn.CrossEntropyLoss(ignore_index=255)), ignored_label(nn.functional.mse_loss)
+        (255, -100)
+    """
+    options = getattr(loss_fn, "keywords", {})
+    ignored = getattr(getattr(loss_fn, "func", loss_fn), "ignore_index", options.get("ignore_index"))
+    return ignored if type(ignored) is int else IGNORE_INDEX
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """Return what a tensor of the batch was on the host; the tensor itself where that is not known."""
     if tensor.is_cpu:

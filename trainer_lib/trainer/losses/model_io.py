@@ -61,6 +61,7 @@ def count_items(
     label_names: Sequence[str] | None = None,
     shifted: bool = False,
     samples: Callable[[Any], int] = batch_size,
+    ignored: int = IGNORE_INDEX,
 ) -> Weight:
     """Return the number of items that the loss of a batch averages over, as far as the batch shows it.
 
@@ -69,6 +70,7 @@ def count_items(
         label_names: The names that are targets.
         shifted: Whether each token is compared with the next label, so that the first label of a row is no target.
         samples: Counts the samples of a batch without labels to count.
+        ignored: The label that is no target.
     """
     labels = targets_of(batch, label_names)
     if hasattr(batch, "keys") and SHIFTED_LABELS in batch:  # which the model compares instead
@@ -76,7 +78,7 @@ def count_items(
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex() and labels.ndim:
         if shifted and labels.ndim > 1:
             labels = (labels if labels.is_cpu else on_host(labels))[..., 1:]
-        return count_valid(labels)
+        return count_valid(labels, ignored)
     if isinstance(labels, dict) and list(labels) == SPAN:
         return _count_spans(labels, batch)
     return float(samples(batch))

@@ -8,14 +8,13 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import find_device
 from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
-from trainer_lib.trainer.losses.loss_result import LossResult, Weight, summed
+from trainer_lib.trainer.losses.loss_result import LossResult, Weight, ignored_label, summed
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
     as_mapping,
@@ -133,9 +132,8 @@ class LossFunction:
         return getattr(function, "__name__", type(function).__name__)
 
     def _compare(self, predictions: Any, targets: Any) -> None:
-        function, options = getattr(self._loss_fn, "func", self._loss_fn), getattr(self._loss_fn, "keywords", {})
-        ignored = getattr(function, "ignore_index", options.get("ignore_index", IGNORE_INDEX))
-        check_compared(function, self._name, predictions, targets, ignored)
+        function = getattr(self._loss_fn, "func", self._loss_fn)
+        check_compared(function, self._name, predictions, targets, ignored_label(self._loss_fn))
         self._has_compared = True
 
     def _check(self, inputs: Any) -> None:

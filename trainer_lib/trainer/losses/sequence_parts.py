@@ -9,12 +9,11 @@ from torch import nn
 from trainer_lib.context_parallel.batch import BatchCut, BatchPart, first_positions
 from trainer_lib.context_parallel.context_parallel import ContextParallel
 from trainer_lib.context_parallel.model_inputs import base_model, separates_documents, takes_positions
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.strategies.base import Surroundings
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.losses.label_shift import probing
-from trainer_lib.trainer.losses.loss_result import LossResult
+from trainer_lib.trainer.losses.loss_result import LossResult, ignored_label
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _FEW = 32  # positions that the first batch is checked with, at least
@@ -94,12 +93,10 @@ class SequenceParts:
                 "Trainer(loss_fn=torch.nn.functional.cross_entropy) with labels that the dataset has shifted already "
                 "(the target of position i is token i + 1), or set cp_size and sp_size to 1."
             )
-        function = getattr(loss_fn, "func", loss_fn)
-        options = getattr(loss_fn, "keywords", {})
         return BatchCut(
             self._parallel.ranks.layout,
             self._label_names,
-            getattr(function, "ignore_index", options.get("ignore_index", IGNORE_INDEX)),
+            ignored_label(loss_fn),
             shifts_labels=shifts and loss_fn is None,
             takes_positions=takes_positions(bare),
             separates_documents=separates_documents(bare, batch),

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 
@@ -57,7 +56,7 @@ class CountedMetric(Metric):
         """Add a batch."""
         scores, labels = self._tensors(self.name, output)
         classes = self._classes(self.name, scores, labels)
-        valid = labels != IGNORE_INDEX
+        valid = labels != output.ignored_label
         predicted, actual = classes[valid].flatten().long(), labels[valid].flatten().long()
         if scores.ndim > labels.ndim:
             self._num_scores = max(self._num_scores, scores.shape[-1 if scores.shape[:-1] == labels.shape else 1])
@@ -66,7 +65,7 @@ class CountedMetric(Metric):
         if int(actual.min()) < 0 or int(predicted.min()) < 0:
             raise ConfigurationError(
                 f"The metric {self.name!r} needs labels of at least 0 (got {int(actual.min())}). Number the classes "
-                f"from 0; labels of {IGNORE_INDEX} are ignored."
+                f"from 0; labels of {output.ignored_label} are ignored."
             )
         size = max(self._counts.shape[1], int(actual.max()) + 1, int(predicted.max()) + 1)
         parts = (actual[predicted == actual], predicted, actual)
@@ -119,7 +118,7 @@ class Auroc(Metric):
                 f"(got predictions of shape {tuple(scores.shape)}, {scores.dtype}, and labels of shape "
                 f"{tuple(labels.shape)})."
             )
-        valid = labels.flatten() != IGNORE_INDEX
+        valid = labels.flatten() != output.ignored_label
         scores = scores[valid].float()
         if scores.shape[1] == 2:  # has the order of the probabilities of class 1, without their rounding
             scores = scores[:, 1:] - scores[:, :1]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.logging import get_logger
@@ -260,7 +259,7 @@ def _accuracy(name: str, output: EvaluationOutput) -> Measured:
         pairs = zip(predictions, labels, strict=True)
         return float(sum(prediction == label for prediction, label in pairs)), float(len(labels))
     scores, labels = _tensors(name, output)
-    return _correct(chosen_classes(name, scores, labels) == labels, labels)
+    return _correct(chosen_classes(name, scores, labels) == labels, labels, output.ignored_label)
 
 
 def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
@@ -270,14 +269,15 @@ def _top_accuracy(name: str, output: EvaluationOutput, k: int) -> Measured:
             f"The metric {name!r} needs at least {k} scores for each label, in the last dimension (got predictions of "
             f"shape {tuple(scores.shape)} and labels of shape {tuple(labels.shape)})."
         )
-    return _correct((scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1), labels)
+    hits = (scores.topk(k, dim=-1).indices == labels.unsqueeze(-1)).any(dim=-1)
+    return _correct(hits, labels, output.ignored_label)
 
 
-def _correct(hits: Tensor, labels: Tensor) -> Measured:
+def _correct(hits: Tensor, labels: Tensor, ignored: int) -> Measured:
     """Return how many labels that count are hit, and how many count."""
-    count = count_valid(labels)
+    count = count_valid(labels, ignored)
     if isinstance(count, Tensor) or count < labels.numel():
-        hits = hits & (labels != IGNORE_INDEX)
+        hits = hits & (labels != ignored)
     return hits.sum(), count
 
 

@@ -46,7 +46,13 @@ class TrainingMetrics(Callback):
             )
             return
         labels = targets_of(run.batch, run.args.label_names)
-        output = EvaluationOutput(run.loss_sum, run.weight, predictions_of(run.outputs), labels)
+        output = EvaluationOutput(
+            run.loss_sum,
+            run.weight,
+            predictions_of(run.outputs),
+            labels,
+            ignored_label=run.trainer.parts.loss.ignored_label,
+        )
         for metric in self._metrics:
             for name, (total, weight) in metric.measured(output).items():
                 run.trainer.parts.means.add_sum(name, total, weight)
