@@ -1,11 +1,13 @@
 """A module's tensors under its author's names, and what is told when they do not fit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from trainer_lib import load_checkpoint_in_model
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.modules.state import check_fits, load_module_state, module_state
 
@@ -102,3 +104,27 @@ def test_extra_state_goes_along() -> None:
     first.seen = 5
     load_module_state(second, module_state(first))
     assert second.seen == 5
+
+
+def observed(features: int = 4) -> Any:
+    """Return a model for quantization-aware training, whose observers resize their buffers in the first forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, features), nn.BatchNorm1d(features))
+    model.train().qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    return torch.ao.quantization.prepare_qat(model)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
+def test_a_buffer_that_its_module_resizes_is_loaded(tmp_path: Path) -> None:
+    trained = observed()
+    trained(torch.randn(5, 3))
+    state = module_state(trained)
+    name = "0.weight_fake_quant.activation_post_process.max_val"
+    assert (state[name].shape, observed().state_dict()[name].shape) == ((4,), (0,))
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    for load in (load_module_state, lambda model, _: load_checkpoint_in_model(model, tmp_path, strict=True)):
+        fresh = observed()
+        load(fresh, state)
+        assert all(torch.equal(value, state[key]) for key, value in fresh.state_dict().items())
+    with pytest.raises(StateError, match=r"0.bias has .*4,. and here .6,.*1.running_mean has .* and 2 more"):
+        load_module_state(observed(6), state)

@@ -1,5 +1,6 @@
 """State dicts under canonical names, and a check that a state dict fits a module."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,7 +37,8 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
     from trainer_lib.modules.offloaded_state import differing_offloaded_weights, offloaded_names
 
     module = inner_module(module)
-    check_fits(module, {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}, strict, state)
+    shapes = {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}
+    check_fits(module, shapes, strict, state, resizes=True)
     names = {canonical_name(name): name for name in module.state_dict(keep_vars=True)}
     values = {names[name]: value for name, value in state.items() if name in names}
     if differing := differing_offloaded_weights(module, values):
@@ -49,7 +51,11 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
 
 
 def check_fits(
-    module: nn.Module, shapes: Mapping[str, torch.Size], strict: bool = True, all_names: Iterable[str] | None = None
+    module: nn.Module,
+    shapes: Mapping[str, torch.Size],
+    strict: bool = True,
+    all_names: Iterable[str] | None = None,
+    resizes: bool = False,
 ) -> None:
     """Raise unless a module has tensors of these names and shapes.
 
@@ -58,13 +64,20 @@ def check_fits(
         shapes: The shape of each tensor.
         strict: The names must be equal; else only names that both have count.
         all_names: All names of the state, including those of values that are no tensors; by default those of `shapes`.
+        resizes: Whether loading resizes a buffer of a module that accepts other shapes, such as an observer for
+            quantization.
     """
-    current = {canonical_name(name): value for name, value in inner_module(module).state_dict(keep_vars=True).items()}
+    module = inner_module(module)
+    state = module.state_dict(keep_vars=True)
+    current = {canonical_name(name): value for name, value in state.items()}
     names = set(shapes) if all_names is None else set(all_names)
     mismatches = [
         f"{name} has the shape {tuple(shapes[name])} and here {tuple(value.shape)}"
-        for name, value in current.items()
-        if name in shapes and isinstance(value, Tensor) and value.shape != shapes[name]
+        for full, value in state.items()
+        if (name := canonical_name(full)) in shapes
+        and isinstance(value, Tensor)
+        and value.shape != shapes[name]
+        and not (resizes and _accepts_shape(module, full, shapes[name]))
     ]
     message = _listed("other shapes", mismatches)
     if strict:
@@ -84,6 +97,19 @@ def inner_module(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile`'s wrapper, or the module itself."""
     # Not getattr: some modules forward attributes to inner modules.
     return module._modules.get("_orig_mod") or module  # pyright: ignore[reportPrivateUsage]
+
+
+def _accepts_shape(module: nn.Module, name: str, shape: torch.Size) -> bool:
+    """Whether the module that has a buffer resizes it in a `_load_from_state_dict` of its own, found by a copy."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    is_buffer = attribute in owner._buffers  # pyright: ignore[reportPrivateUsage]
+    if not is_buffer or type(owner)._load_from_state_dict is nn.Module._load_from_state_dict:  # pyright: ignore[reportPrivateUsage]
+        return False
+    trial, errors = copy.deepcopy(owner), list[str]()
+    value = torch.zeros(shape, dtype=getattr(owner, attribute).dtype)
+    trial._load_from_state_dict({attribute: value}, "", {}, False, [], [], errors)  # pyright: ignore[reportPrivateUsage]
+    return not errors and getattr(trial, attribute).shape == shape
 
 
 def _listed(kind: str, names: list[str]) -> list[str]:

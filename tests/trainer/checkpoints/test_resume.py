@@ -274,6 +274,26 @@ def test_a_trainer_from_a_checkpoint_has_its_weights_and_resumes(tmp_path: Path)
     assert outcome(model_trainer.fit(), model) == whole
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
+def test_a_model_with_quantization_observers_resumes(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).train()
+        plain.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        return torch.ao.quantization.prepare_qat(plain)  # type: ignore[no-untyped-call,no-any-return]
+
+    def trained(name: str, epochs: int, resume: str = "never") -> dict[str, Tensor]:
+        args = arguments(output_dir=tmp_path / name, num_train_epochs=epochs, lr_scheduler="constant")
+        made = trainer(args, model=model())
+        made.fit(resume=resume)
+        return made.unwrapped_model.state_dict()
+
+    whole = trained("whole", 2)
+    trained("resumed", 1)
+    resumed = trained("resumed", 2, resume="extend")
+    assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
 def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     """A higher loss counts as better here, so that the first evaluation is the best."""
     args = arguments(

@@ -37,7 +37,7 @@ def load_in_place(model: nn.Module, files: Path, dtype: torch.dtype | None, stri
         StateError: If the weights do not fit; nothing is loaded then.
     """
     found = _Weights(files)
-    check_fits(model, found.shapes, strict)
+    check_fits(model, found.shapes, strict, resizes=True)
     return _load(model, found.shapes, found.by_file(), dtype)
 
 
@@ -62,7 +62,7 @@ def load_from_rank0(
     described = run_on_main_process(group, _DOING, kinds, CheckpointError)
     shapes = {name: shape for name, (_, shape) in described.items()}
     with raise_on_all_ranks(group, _DOING, CheckpointError):
-        check_fits(model, shapes, strict)
+        check_fits(model, shapes, strict, resizes=True)
 
     files_of_rank0 = found[0].by_file() if found else iter(())
     return _load(model, shapes, _received(described, files_of_rank0, group), dtype)
@@ -146,6 +146,8 @@ def _load_one(
         return id(new)
     elif current.dtype == kind:
         with torch.no_grad():
+            if current.shape != value.shape:  # a buffer that its module resizes
+                current.resize_(value.shape)
             current.copy_(value)
     else:
         current.data = value.to(current.device, kind)
