@@ -1,5 +1,6 @@
 """Wrap a module's forward in place, restore it, and convert its outputs to fp32."""
 
+import inspect
 from collections.abc import Callable
 from functools import update_wrapper, wraps
 from types import MethodType
@@ -45,10 +46,30 @@ def unwrap_forward(model: nn.Module) -> None:
     original: Any = model.__dict__.pop("_original_forward", None)
     if original is None:
         return
-    if getattr(original, "__func__", None) is type(model).forward:
+    if getattr(original, "__func__", None) is inspect.getattr_static(type(model), "forward"):
         del model.__dict__["forward"]
     else:
         model.__dict__["forward"] = original
+
+
+def forward_signature(model: Any) -> inspect.Signature:
+    """Return the signature of a model's forward; for a traced one, that of its schema.
+
+    Example:
+        >>> class Scorer(nn.Module):
+        ...     def forward(self, inputs, mask=None):
+        ...         return inputs
+        >>> forward_signature(Scorer())
+        <Signature (inputs, mask=None)>
+    """
+    try:
+        return inspect.signature(model.forward)
+    except ValueError:
+        schema = getattr(model.forward, "schema", None)
+        if schema is None:
+            raise
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([inspect.Parameter(argument.name, kind) for argument in schema.arguments[1:]])
 
 
 def _inside_compile(model: nn.Module) -> nn.Module:

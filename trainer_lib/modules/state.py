@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.modules.names import canonical_name, class_name
+from trainer_lib.modules.tensor_slots import module_slots
 
 _SHOWN = 4  # names in a message
 
@@ -96,7 +97,10 @@ def check_fits(
 def inner_module(module: nn.Module) -> nn.Module:
     """Return the module inside `torch.compile`'s wrapper, or the module itself."""
     # Not getattr: some modules forward attributes to inner modules.
-    return module._modules.get("_orig_mod") or module  # pyright: ignore[reportPrivateUsage]
+    modules = module_slots(module)
+    if "_orig_mod" in modules:  # the slots of a scripted module have no get
+        return modules["_orig_mod"] or module
+    return module
 
 
 def _accepts_shape(module: nn.Module, name: str, shape: torch.Size) -> bool:

@@ -294,6 +294,51 @@ def test_a_model_with_quantization_observers_resumes(tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in resumed.items())
 
 
+SCRIPTING = ("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
+
+
+@pytest.mark.filterwarnings(*SCRIPTING)
+@pytest.mark.parametrize("kind", ["script", "trace"])
+def test_a_scripted_model_trains_and_resumes_as_the_model_itself(kind: str, tmp_path: Path) -> None:
+    def norm() -> nn.Module:  # a traced BatchNorm counts the batch of the trace too
+        return nn.BatchNorm1d(8) if kind == "script" else nn.Identity()
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), norm(), nn.ReLU(), nn.Linear(8, 2))
+
+    def scripted() -> Any:
+        compiled: Any = torch.jit.script(plain()) if kind == "script" else torch.jit.trace(plain(), points()[0])
+        return compiled
+
+    def trained(model: nn.Module, epochs: int, resume: str = "never", **more: Any) -> tuple[Any, Any]:
+        args = arguments(num_train_epochs=epochs, lr_scheduler="constant", mixed_precision="bf16", **more)
+        made = trainer(args, model=model, eval_dataset=points(), metrics=["accuracy"])
+        made.fit(resume=resume)
+        return made.unwrapped_model.state_dict(), made.evaluate()
+
+    weights, metrics = trained(plain(), 2)
+    for result in (
+        trained(scripted(), 2),
+        (trained(scripted(), 1, output_dir=tmp_path), trained(scripted(), 2, "extend", output_dir=tmp_path))[1],
+    ):
+        assert result[1] == pytest.approx(metrics)
+        for name, value in result[0].items():
+            torch.testing.assert_close(value, weights[name])
+
+
+@pytest.mark.filterwarnings(*SCRIPTING)
+def test_a_traced_model_says_which_columns_it_takes() -> None:
+    inputs, labels = points()
+    model: Any = torch.jit.trace(network(), inputs)
+    rows = {"input": inputs, "labels": labels, "weight": inputs[:, 0]}
+    with pytest.raises(ConfigurationError, match=r"'weight', which TopLevelTracedModule\.forward does not"):
+        trainer(arguments(max_steps=1), model=model, train_dataset=rows).fit()
+    samples = [{name: column[index] for name, column in rows.items()} for index in range(len(inputs))]
+    made = trainer(arguments(max_steps=1, remove_unused_columns=True), model=model, train_dataset=samples)
+    assert made.fit().state.step == 1
+
+
 def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     """A higher loss counts as better here, so that the first evaluation is the best."""
     args = arguments(

@@ -192,9 +192,17 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Trainer], str, dict[
         "model.pt2",
         {"example": torch.randn(2, 6)},
     ),
+    "a scripted model": (
+        UnsupportedError,
+        r"Save it: trainer.unwrapped_model.save\('model.pt'\)",
+        lambda: Trainer(torch.jit.script(network()), arguments()),
+        "model.pt2",
+        {"example": torch.randn(2, 6)},
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_exported_is_told(case: str, tmp_path: Path) -> None:
     kind, words, make, name, options = REFUSED[case]

@@ -1,5 +1,6 @@
 """Checks at the start of `fit`, before the model is prepared."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -167,7 +168,7 @@ def _check_models(trainer: TrainerInterface) -> None:
     for model in _models(trainer):
         if (
             not trainer.parts.loss.is_overridden
-            and type(model).forward is nn.Module.forward
+            and inspect.getattr_static(type(model), "forward") is nn.Module.forward
             and "forward" not in vars(model)
         ):
             raise ConfigurationError(

@@ -1,12 +1,12 @@
 """Dropping the columns of a dataset that the model does not take, as Hugging Face's Trainer does."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.modules.forwards import forward_signature
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _LABELS = ("label", "label_ids", "labels")
@@ -15,7 +15,7 @@ _LABELS = ("label", "label_ids", "labels")
 def used_columns(trainer: TrainerInterface) -> frozenset[str]:
     """Return the names of the arguments of the model's forward, and of labels."""
     models = [trainer.model] if isinstance(trainer.model, nn.Module) else trainer.model.values()
-    names = {name for model in models for name in inspect.signature(_without_adapter(model).forward).parameters}
+    names = {name for model in models for name in forward_signature(_without_adapter(model)).parameters}
     return frozenset({*names, *_LABELS, *(trainer.args.label_names or ())})
 
 

@@ -192,7 +192,7 @@ def _data(train_dataset: Any) -> Any:
 def _parameters(model: nn.Module) -> Mapping[str, Any]:
     try:
         return inspect.signature(type(model).forward).parameters  # the object's own forward may be wrapped
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, AttributeError):  # a scripted model's class has no forward
         return {}
 
 

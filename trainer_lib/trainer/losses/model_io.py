@@ -20,6 +20,7 @@ from trainer_lib.foundation.batch_fields import (
     targets_of,
 )
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.modules.forwards import forward_signature
 from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.losses.loss_result import Weight, count_valid, on_host
 
@@ -201,7 +202,7 @@ def check_values(model: nn.Module, inputs: Any, has_loss_fn: bool) -> None:
 def _cannot_bind(model: nn.Module, values: Sequence[Any]) -> str | None:
     """Return why a model's forward does not take these values by position; `None` if it does."""
     try:
-        inspect.signature(model.forward).bind(*values)
+        forward_signature(model).bind(*values)
     except TypeError as error:
         return str(error)
     return None
@@ -211,7 +212,7 @@ def _parameters_taken(model: nn.Module) -> tuple[dict[str, inspect.Parameter | N
     """Return the names that a model's forward takes (None for names in `**kwargs`), and whether it takes any name."""
     known: dict[str, inspect.Parameter | None] = {}
     takes_any = False
-    for name, parameter in inspect.signature(model.forward).parameters.items():
+    for name, parameter in forward_signature(model).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             further, takes_any = _keywords_taken(model, parameter.annotation)
             known |= dict.fromkeys(further)

@@ -44,7 +44,7 @@ def export(trainer: TrainerInterface, path: AnyPath, format: str | None, example
     group = trainer.accelerator.group
     prepare_models(trainer)
     with raise_on_all_ranks(group, "export"):
-        _refuse_shards(trainer.unwrapped_model)
+        _check_can_export(trainer.unwrapped_model)
     # The weights on all processes: each puts an average in place.
     with weights_in_use(trainer.run, trainer.events), raise_on_all_ranks(group, "export"):
         if trainer.accelerator.is_main_process:
@@ -69,7 +69,12 @@ def _format(path: AnyPath, given: str | None) -> str:
 # -- the model and its inputs ----------------------------------------------------------------------------------------
 
 
-def _refuse_shards(model: nn.Module) -> None:
+def _check_can_export(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "export makes programs of models in Python, and this one is scripted or traced. Save it: "
+            "trainer.unwrapped_model.save('model.pt')."
+        )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "_local_tensor"):
             raise PreparationError(

@@ -20,7 +20,7 @@ class Buffers:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
-        self._owners = [(slots, name) for slots in map(buffer_slots, modules.values()) for name in slots]
+        self._owners = [(slots, name) for slots in map(buffer_slots, modules.values()) for name, _ in slots.items()]
         self.exist: bool = bool(self._owners)
         self._buffers: list[Tensor | None] = []
         self._copies: list[Tensor] = []
