@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from tests.trainer.optim import draw_schedules
+from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError
@@ -363,6 +364,19 @@ def test_a_relative_threshold_works_for_negative_metrics() -> None:
     for metric in (-10.0, -12.0, -12.5):
         schedule.step(metric)
     assert schedule.get_last_lr() == [0.25]
+
+
+@pytest.mark.parametrize("given", ["function", "path", "name"])
+def test_a_plateau_without_evaluations_is_warned_of_once(given: str, caplog: pytest.LogCaptureFixture) -> None:
+    args: dict[str, Any] = {"path": {"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}}.get(given, {})
+    if given == "name":
+        args = {"lr_scheduler": "plateau", "eval_every": "never"}
+    options: dict[str, Any] = {"function": {"scheduler": ReduceLROnPlateau}, "name": {"eval_dataset": points()}}
+    trainer(arguments(max_steps=3, **args), **options.get(given, {})).fit()
+    assert caplog.text.count("lowers the learning rate by the metric of evaluations, and there are none") == 1
+    caplog.clear()
+    trainer(arguments(max_steps=3), scheduler=ReduceLROnPlateau, eval_dataset=points()).fit()
+    assert "lowers the learning rate" not in caplog.text
 
 
 def test_only_plateau_schedules_need_the_metric() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from trainer_lib.events import Best
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.logging import get_logger
 from trainer_lib.trainer.evaluation.eval_sets import ChosenSets
 from trainer_lib.trainer.evaluation.interrupted_eval import EvalInterruption, EvaluationInterrupted
 from trainer_lib.trainer.fit.context import FitContext
@@ -16,6 +17,8 @@ from trainer_lib.trainer.fit.train_clock import TrainClock
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.optim.schedules import is_metric_driven
 from trainer_lib.trainer.safety.deadline import Deadline
+
+_logger = get_logger(__name__)
 
 
 @frozen_dataclass
@@ -53,6 +56,13 @@ class FitEvaluations:
         self._log, self._clock, self._deadline = log, clock, deadline
         self._schedulers = [scheduler for scheduler in self._run.schedulers.values() if is_metric_driven(scheduler)]
         self.last = Evaluated()
+        if self._schedulers and self._plan.interval is None:
+            _logger.warning(
+                "%s lowers the learning rate by the metric of evaluations, and there are none during training, so the "
+                "rate never changes. Give Trainer(eval_dataset=…) and TrainingArguments(eval_every=…), or call its "
+                "step(metric) in a callback.",
+                type(self._schedulers[0].scheduler).__name__,
+            )
 
     @property
     def metrics_of_step(self) -> dict[str, float]:
