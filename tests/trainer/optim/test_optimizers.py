@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Accelerator, Trainer, TrainingArguments
@@ -243,6 +244,61 @@ def test_a_class_gets_the_arguments(caplog: pytest.LogCaptureFixture) -> None:
     assert "no effect" not in caplog.text
     with pytest.raises(UnsupportedError, match="optimizer=LBFGS is not supported"):
         _groups_in_training(torch.optim.LBFGS)
+
+
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, max_iter=2)
+
+
+def test_a_given_optimizer_that_needs_a_closure_is_refused_unless_a_training_step_gives_it() -> None:
+    model = network()
+    for given in (_lbfgs, _lbfgs(model.parameters())):
+        made = trainer(arguments(max_steps=1), model=model, optimizer=given)
+        with pytest.raises(UnsupportedError, match="LBFGS given as optimizer is not supported: it needs a closure"):
+            made.fit()
+
+    class Closed(Trainer):
+        def training_step(self, model: Any, batch: Any) -> None:
+            optimizer = self.optimizers["default"]
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = cross_entropy(model(batch[0]), batch[1])
+                self.accelerator.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+    weight = next(model.parameters())
+    before = weight.detach().clone()
+    args = arguments(max_steps=1, lr_scheduler="constant")
+    Closed(model, args, train_dataset=points(), optimizer=_lbfgs).fit()
+    assert not torch.equal(weight, before)
+
+
+class Both(torch.optim.Optimizer):
+    """Several optimizers as one, without learning rates of its own."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        members = [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+        super().__init__(members, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step(closure)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant", "torch.optim.lr_scheduler.StepLR"])
+def test_groups_without_a_learning_rate_name_the_way_to_give_several_optimizers(schedule: str) -> None:
+    model = network()
+    first, *others = model.parameters()
+    optimizers = {"a": torch.optim.SGD([first], lr=0.1), "b": torch.optim.Adam(others, lr=0.1)}
+    options = {"step_size": 2} if schedule.endswith("StepLR") else {}
+    args = arguments(max_steps=1, lr_scheduler=schedule, lr_scheduler_kwargs=options)
+    with pytest.raises(ConfigurationError, match=r"Both given as optimizer .* without 'lr', .*\{.a.: …, .b.: …\}"):
+        trainer(args, model=model, optimizer=Both(*optimizers.values())).fit()
+    assert trainer(args, model=model, optimizer=optimizers).fit().state.step == 1
 
 
 def test_arguments_that_a_given_optimizer_does_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:

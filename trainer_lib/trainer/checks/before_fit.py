@@ -15,8 +15,9 @@ from trainer_lib.collectives.agreement import check_same_on_all_ranks, raise_on_
 from trainer_lib.data_loader.build_reader import check_can_seed
 from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.events.callback import overrides
-from trainer_lib.foundation.errors import ConfigurationError, PreparationError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, did_you_mean
 from trainer_lib.foundation.lengths import length_of
+from trainer_lib.foundation.signatures import cannot_take
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import quantized_beside_trained
 from trainer_lib.trainer import defaults
@@ -25,6 +26,7 @@ from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
 from trainer_lib.trainer.evaluation.outputs import Metric
+from trainer_lib.trainer.optim.optimizers import NEEDS_CLOSURE
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
 from trainer_lib.trainer.trainer_interface import TrainerInterface
@@ -103,11 +105,16 @@ def eval_loaders(trainer: TrainerInterface, data: Any, option: str, is_one: bool
         return _loaders(trainer, data, option, is_one)
 
 
-def check_optimizers(optimizers: Mapping[str, Any]) -> None:
+def check_optimizers(optimizers: Mapping[str, Any], are_stepped_here: bool) -> None:
     """Check what `configure_optimizer` returned.
 
+    Args:
+        optimizers: The optimizers by name.
+        are_stepped_here: Whether the training loop calls their `step()`, not a custom `training_step`.
+
     Raises:
-        ConfigurationError: If it contains something other than optimizers.
+        ConfigurationError: If it contains something other than optimizers, or one without learning rates.
+        UnsupportedError: If one needs a closure.
     """
     for name, optimizer in optimizers.items():
         if not isinstance(optimizer, Optimizer):
@@ -115,6 +122,17 @@ def check_optimizers(optimizers: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"{where} returned a {type(optimizer).__name__}. Return a torch.optim.Optimizer, or a dict of them by "
                 "name; configure_scheduler returns schedules."
+            )
+        if are_stepped_here and cannot_take(type(optimizer).step, "self") is not None:
+            raise UnsupportedError(
+                f"The {type(optimizer).__name__} given as optimizer is not supported: {NEEDS_CLOSURE}; or override "
+                "training_step(model, batch), call step(closure) of self.optimizers['default'] there, and return None."
+            )
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"The {type(optimizer).__name__} given as optimizer has parameter groups without 'lr', the learning "
+                "rate, which schedules and logs need. Set group['lr'] in each group. If it wraps several optimizers, "
+                'give them by name: Trainer(optimizer={"a": …, "b": …}).'
             )
 
 

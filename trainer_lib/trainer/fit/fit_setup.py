@@ -120,7 +120,7 @@ def _optimizers(trainer: TrainerInterface) -> dict[str, Any]:
     named: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"default": made}
     if not named:
         raise ConfigurationError("configure_optimizer returned no optimizer. Return one, or a dict of them by name.")
-    before_fit.check_optimizers(named)
+    before_fit.check_optimizers(named, are_stepped_here=not trainer.parts.loss.has_own_step)
     return named
 
 

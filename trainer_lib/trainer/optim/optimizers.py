@@ -81,15 +81,16 @@ def optimizer_names() -> list[str]:
     return sorted(name for name in {*_known(), *PATHS} if name not in _REFUSED)
 
 
+NEEDS_CLOSURE = (
+    "it needs a closure that computes the loss several times per step, and the Trainer computes it once. Use "
+    "another optimizer, or write the loop with trainer_lib.Accelerator, whose optimizers take closures"
+)
 _REFUSED = {
     "lomo_optim": (
         'its hooks change weights before the Trainer can weight their gradients. Give the name "lomo" or "adalomo", '
         "which are made for it, or write the loop with trainer_lib.Accelerator and its lomo_backward"
     ),
-    "lbfgs": (
-        "it needs a closure that computes the loss several times per step, and the Trainer computes it once. Use "
-        "another optimizer, or write the loop with trainer_lib.Accelerator, whose optimizers take closures"
-    ),
+    "lbfgs": NEEDS_CLOSURE,
 }
 
 
