@@ -172,7 +172,7 @@ def test_parameters_go_down_into_arguments_and_the_module() -> None:
     assert TrainerClassifier(layers).set_params(args__max_steps=3).args == TrainingArguments(max_steps=3)
     with pytest.raises(ConfigurationError, match=r"learning_rat.*Did you mean 'learning_rate'"):
         model.set_params(args__learning_rat=0.5)
-    with pytest.raises(ValueError, match="Invalid parameter 'modul'"):
+    with pytest.raises(ValueError, match=r"no parameter 'modul'\. Did you mean 'module'"):
         model.set_params(modul=layers)
 
 
@@ -251,6 +251,26 @@ def test_invalid_parameters_are_refused(case: str) -> None:
     X, y = task()
     with pytest.raises(kind, match=words):
         TrainerClassifier(module, options.get("args", arguments())).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("max_epochs", r"args=TrainingArguments\(num_train_epochs=…\), or set_params\(args__num_train_epochs=…\)"),
+        ("lr", "learning_rate"),
+        ("module__hidden", r"module_kwargs=\{'hidden': …\}, or set_params\(module_kwargs__hidden=…\)"),
+        ("optimizer__lr", "Give args__learning_rate"),
+        ("los_fn", "Did you mean 'loss_fn'"),
+    ],
+)
+def test_parameters_of_skorch_are_answered_with_ours(name: str, instead: str) -> None:
+    kind: Any = TrainerClassifier
+    for error, call in (
+        (SignatureError, lambda: kind(layers, **{name: 1})),
+        (ValueError, lambda: kind(layers).set_params(**{name: 1})),
+    ):
+        with pytest.raises(error, match=f"TrainerClassifier has no parameter '{name}'.*{instead}"):
+            call()
 
 
 def test_sample_weights_need_a_loss_per_sample() -> None:

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -15,12 +15,14 @@ from torch.nn import functional
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.duration import NEVER
-from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError, did_you_mean
 from trainer_lib.foundation.imports import require
+from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
 from trainer_lib.seeding import set_seed
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.at_construction import checked_arguments
+from trainer_lib.trainer.checks.foreign_names import RENAMED
 from trainer_lib.trainer.losses.loss_result import LossResult, summed
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.trainer import Trainer
@@ -42,6 +44,24 @@ Array = np.ndarray[Any, Any]
 _PARTS = ("args", "module_kwargs")  # their values are parameters too: args__learning_rate
 
 
+def _unknown(kind: type, names: Iterable[str]) -> str:
+    """Return the message that an estimator has no such parameters, with ours for those of skorch."""
+    lines: list[str] = []
+    for name in names:
+        part, _, within = name.partition("__")
+        ours = RENAMED.get(name, name)
+        if within and part == "module":
+            hint = f" Give module_kwargs={{{within!r}: …}}, or set_params(module_kwargs__{within}=…)."
+        elif within and part == "optimizer" and RENAMED.get(within, within) in _field_names(TrainingArguments):
+            hint = f" Give args__{RENAMED.get(within, within)}."
+        elif ours in _field_names(TrainingArguments):
+            hint = f" Give args=TrainingArguments({ours}=…), or set_params(args__{ours}=…)."
+        else:
+            hint = did_you_mean(name, inspect.signature(kind).parameters)
+        lines.append(f"{kind.__name__} has no parameter {name!r}.{hint}")
+    return "\n".join(lines)
+
+
 class _Estimator(BaseEstimator):
     """The base of both estimators: their parameters, and how a `Trainer` fits their module and predicts with it."""
 
@@ -50,6 +70,16 @@ class _Estimator(BaseEstimator):
     result_: FitResult
 
     _loss: ClassVar[Callable[..., Any]]
+
+    __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
+
+    # Runs before __init__, which would raise a TypeError for an unknown name and could not suggest a known one.
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Check the names of the parameters."""
+        del positional
+        if unknown := unknown_keywords(cls.__init__, named):
+            raise SignatureError(_unknown(cls, unknown))
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -83,13 +113,19 @@ class _Estimator(BaseEstimator):
         return parameters
 
     def set_params(self, **params: Any) -> Self:
-        """Set parameters by name; those of `args` and `module_kwargs` as `args__learning_rate=0.1`."""
+        """Set parameters by name; those of `args` and `module_kwargs` as `args__learning_rate=0.1`.
+
+        Raises:
+            ConfigurationError: If there is no parameter of a name.
+        """
         inside: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
         direct: dict[str, Any] = {}
         for name, value in params.items():
             part, _, within = name.partition("__")
             target, key = (inside[part], within) if within and part in inside else (direct, name)
             target[key] = value
+        if unknown := [name for name in direct if name not in self._get_param_names()]:
+            raise ConfigurationError(_unknown(type(self), unknown))
         super().set_params(**direct)
         if inside["args"]:  # a copy: other estimators may share the arguments
             self.args = dataclasses.replace(checked_arguments(self.args), **inside["args"])

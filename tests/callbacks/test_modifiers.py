@@ -454,6 +454,14 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Freeze("0.*"), "needs until=… or after=…"),
     (lambda: Freeze(until=3), r"needs names of weights or patterns .*\(got \(\)\)"),
     (lambda: Freeze("0.*", until="1 hour"), r"must not be an amount of time.*\(got '1 hour'\)"),
+    (
+        lambda: trainer(callbacks=[Mixup(num_classes=3)]).fit(),
+        r"targets of \(8, 3\) and outputs of \(8, 2\)\. Give the model one output per class \(3\)",
+    ),
+    (
+        lambda: trainer(callbacks=[Mixup(num_classes=2)], train_metrics=["accuracy"]).fit(),
+        r"The labels are probabilities of classes, as Mixup .* train_metrics=",
+    ),
     (lambda: trainer(callbacks=[Mixup(num_classes=2), CutMix(num_classes=2)]), "only one can mix the samples"),
     (lambda: Mixup(0.0), "above 0"),
     (lambda: Mixup(num_classes=1), r"at least 2 \(got 1\)"),

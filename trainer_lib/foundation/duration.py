@@ -23,6 +23,7 @@ _UNITS: dict[str, tuple[Unit, int]] = {
     "hour": ("seconds", 3600),
     "day": ("seconds", 86400),
 }
+_OF_COMPOSER = {"ep": "epochs", "ba": "steps", "iter": "steps", "sp": "samples", "tok": "tokens"}
 _SHORT = {"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "d": "day"}
 # Commas separate thousands only: "1,5 epochs" means one and a half in many countries, and is refused.
 _NUMBER = r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)?(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"
@@ -124,9 +125,8 @@ def _unit(word: str, given: str, field: str) -> tuple[Unit, int]:
     name = _SHORT.get(singular, singular)
     if name not in _UNITS:
         known = [f"{unit}s" for unit in _UNITS]
-        raise ConfigurationError(
-            f"{field}={shown(given)}: unknown unit {word!r}. Known: {', '.join(known)}.{did_you_mean(word, known)}"
-        )
+        hint = f" Did you mean {_OF_COMPOSER[word]!r}?" if word in _OF_COMPOSER else did_you_mean(word, known)
+        raise ConfigurationError(f"{field}={shown(given)}: unknown unit {word!r}. Known: {', '.join(known)}.{hint}")
     return _UNITS[name]
 
 

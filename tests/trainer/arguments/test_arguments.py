@@ -121,6 +121,7 @@ def test_amounts_are_finite_and_positive(name: str, value: Any) -> None:
         ({"optimizer": "adamw_torch_fused"}, 'is given here as optimizer="adamw".'),
         ({"optimizer": torch.optim.SGD}, "Give an object to the Trainer: Trainer(…, optimizer=…)."),
         ({"lr_scheduler": "linaer"}, "Unknown lr_scheduler 'linaer'. Known: constant"),
+        ({"lr_scheduler": "StepLR"}, 'Give the path of torch\'s: lr_scheduler="torch.optim.lr_scheduler.StepLR"'),
         ({"lr_scheduler": "linaer"}, "Did you mean 'linear'? Or give a dotted path."),
         ({"lr_scheduler": "warmup_stable_decay"}, 'is given here as lr_scheduler="wsd"'),
         ({"lr_scheduler": 3}, "Give an object to the Trainer: Trainer(…, scheduler=…)."),

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
-from trainer_lib import Trainer, TrainingArguments
+from trainer_lib import ParameterGroup, Trainer, TrainingArguments
 from trainer_lib.events import RunState
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError, UnsupportedError
 from trainer_lib.trainer.arguments.declaration import settings
@@ -259,6 +259,32 @@ def test_evaluate_and_predict_called_as_elsewhere_say_how_to_call_them() -> None
     assert "num_beams is an argument of generate" in message
     assert "predict_with_generate=True" in message
     assert "Trainer(model" not in message
+
+    for call in (lambda: made.evaluate(*points()), lambda: made.predict(*points())):
+        assert "Give inputs and labels as one dataset: " in refused(call, ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_every": "10ep"}, "unknown unit 'ep'.*Did you mean 'epochs'"),
+        ({"eval_every": "500ba"}, "unknown unit 'ba'.*Did you mean 'steps'"),
+        ({"max_steps": "500ba"}, "Give max_steps=500"),
+        ({"max_steps": "10ep"}, "Give num_train_epochs=10"),
+        ({"num_train_epochs": "10 epochs"}, "Give num_train_epochs=10"),
+    ],
+)
+def test_times_of_composer_are_answered_with_ours(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        TrainingArguments(**arguments)
+
+
+def test_a_setting_of_a_parameter_group_is_named() -> None:
+    kind: Any = ParameterGroup
+    with pytest.raises(SignatureError, match=r"ParameterGroup 'lr'\. Known: .*\. Give learning_rate"):
+        kind("*", lr=0.1)
+    with pytest.raises(SignatureError, match="Did you mean 'frozen'"):
+        kind("*", freeze=True)
 
 
 def test_a_constructor_called_as_elsewhere_names_each_argument() -> None:

@@ -238,6 +238,8 @@ def test_other_schedules_need_no_number_of_steps(name: str) -> None:
     [
         ("linaer", {}, r"Unknown lr_scheduler 'linaer'\. Known: constant, .*Did you mean 'linear'\? Or give a dotted"),
         (None, {}, "Unknown lr_scheduler None"),
+        ("StepLR", {}, r"'StepLR'\. Give the path of torch's: lr_scheduler=\"torch\.optim\.lr_scheduler\.StepLR\""),
+        ("ReduceLROnPlateau", {}, r"'ReduceLROnPlateau'\. Its name here is \"plateau\""),
         (["linear"], {}, "Unknown lr_scheduler"),
         ("cosine_with_min_lr", {}, '"cosine" with min_ratio'),
         ("warmup_stable_decay", {}, '"wsd" with decay_steps'),

@@ -7,6 +7,7 @@ arguments can be written to a file and read back unchanged.
 import contextlib
 import math
 import os
+import re
 import signal
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from trainer_lib.trainer.arguments.type_hints import choices, has_fields, member
 from trainer_lib.trainer.huggingface.argument_conversion import convert, explain
 from trainer_lib.trainer.optim.optimizers import optimizer_names
 from trainer_lib.trainer.optim.schedules import NAMES as SCHEDULES
+from trainer_lib.trainer.optim.schedules import unknown_schedule
 
 Check = Callable[[str, Any], Any]
 
@@ -67,7 +69,9 @@ def whole(at_least: int = 1, below: float = math.inf, hint: str = "") -> Check:
         allowed = f"a whole number of at least {at_least}" + ("" if below == math.inf else f" and below {below}")
         converted = _to_number(value)
         fits = converted is not None and converted == int(converted) and at_least <= converted < below
-        suggestion = f" Give {name}={int(converted)}." if converted is not None and fits else hint
+        suggestion = (
+            f" Give {name}={int(converted)}." if converted is not None and fits else _by_unit(name, value) or hint
+        )
         raise _refusal(name, value, allowed, suggestion)
 
     return check
@@ -99,7 +103,8 @@ def number(at_least: float | None = None, above: float | None = None, hint: str 
             return value if isinstance(value, int) else float(value)
         converted = _to_number(value) if isinstance(value, str) else None
         can_convert = converted is not None and fits(converted)
-        raise _refusal(name, value, allowed, f" Give {name}={converted:g}." if can_convert else hint)
+        suggestion = f" Give {name}={converted:g}." if can_convert else _by_unit(name, value) or hint
+        raise _refusal(name, value, allowed, suggestion)
 
     return check
 
@@ -483,9 +488,7 @@ def schedule_name(name: str, value: Any) -> str:
     kept = name_of("scheduler")(name, value)
     if "." in kept or kept in SCHEDULES:
         return kept
-    raise ConfigurationError(
-        _hugging_face_hint("lr_scheduler_type", kept, name) or _unknown_name(name, kept, SCHEDULES)
-    )
+    raise ConfigurationError(_hugging_face_hint("lr_scheduler_type", kept, name) or unknown_schedule(kept))
 
 
 def precision(name: str, value: Any) -> str:
@@ -608,6 +611,13 @@ def _unknown_name(name: str, value: str, known: Iterable[str]) -> str:
 
 def _refusal(name: str, value: Any, allowed: str, hint: str = "") -> ConfigurationError:
     return ConfigurationError(f"{name} must be {allowed}, got {shown(value)}.{hint}")
+
+
+def _by_unit(name: str, value: Any) -> str:
+    """Return which limit to give for a text such as Composer's "500ba" or "10ep"."""
+    limits = {"b": "max_steps", "s": "max_steps", "e": "num_train_epochs"}
+    found = re.fullmatch(r"([0-9]+)\s*(ba|batch(?:es)?|steps?|ep|epochs?)", value) if isinstance(value, str) else None
+    return f" Give {limits[found[2][0]]}={found[1]}." if found and name in limits.values() else ""
 
 
 def _number(value: Any) -> float | None:

@@ -26,7 +26,10 @@ _logger = get_logger(__name__)
 def evaluate(trainer: TrainerInterface, dataset: Any, prefix: str, generation: Mapping[str, Any]) -> dict[str, float]:
     """Evaluate; see `Trainer.evaluate`."""
     if not isinstance(prefix, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f"prefix must be a text, the prefix of the metrics' names (got {shown(prefix)}).")
+        raise ConfigurationError(
+            f"prefix must be a text, the prefix of the metrics' names (got {shown(prefix)}). Give inputs and labels as "
+            "one dataset: evaluate((inputs, labels))."
+        )
     is_default = dataset is None
     data, label = (trainer.eval_dataset, "eval_dataset") if is_default else (dataset, "evaluate(dataset)")
     if data is None:
@@ -49,6 +52,11 @@ def predict(
     """Predict; see `Trainer.predict`."""
     if dataset is None:
         raise ConfigurationError("predict() needs data: predict(dataset).")
+    if to is not None and not isinstance(to, str) and not hasattr(to, "__fspath__"):
+        raise ConfigurationError(
+            f"to must be a folder to write the predictions to (got {shown(to)}). Give inputs and labels as one "
+            "dataset: predict((inputs, labels))."
+        )
     (loader,) = before_fit.eval_loaders(trainer, dataset, "predict(dataset)", is_one=True).values()
     models, evaluator = prepare_models(trainer), trainer.parts.evaluator
     prepared = evaluator.prepared(loader)

@@ -147,6 +147,13 @@ def _check_classes(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
     if are_probabilities:
         return
     requirement = f"loss_fn {name} needs class indices as targets"
+    if targets.is_floating_point() and targets.ndim == outputs.ndim > 1 and len(targets) == len(outputs):
+        raise ConfigurationError(
+            f"loss_fn {name} compares class probabilities with scores of the same shape, got targets of "
+            f"{tuple(targets.shape)} and outputs of {tuple(outputs.shape)}. Give the model one output per class "
+            f"({targets.shape[1]}), or make targets for {outputs.shape[1]} classes (Mixup and CutMix: num_classes). "
+            "For values instead of classes use torch.nn.functional.mse_loss."
+        )
     if targets.dtype not in (torch.int64, torch.uint8):
         raise ConfigurationError(
             f"{requirement}, as int64, got {kind(targets)}. Give targets.long(), or for values instead of classes use "

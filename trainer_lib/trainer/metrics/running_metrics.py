@@ -313,7 +313,13 @@ def chosen_classes(name: str, scores: Tensor, labels: Tensor) -> Tensor:
     if scores.shape == labels.shape and not scores.is_floating_point():
         return scores
     advice = "Give a function of predictions and labels that compares them."
-    if scores.is_floating_point() and scores.shape == labels.shape:
+    if scores.shape == labels.shape and _are_probabilities(labels):
+        advice = (
+            "The labels are probabilities of classes, as Mixup and CutMix make them in training. Give the metric as "
+            "metrics=… for evaluations, whose data is not mixed, or compare the classes of the highest probability: "
+            'train_metrics={"accuracy": lambda scores, labels: (scores.argmax(1) == labels.argmax(1)).float()}.'
+        )
+    elif scores.is_floating_point() and scores.shape == labels.shape:
         advice = (
             "One score per label needs a threshold, 0 for logits or 0.5 for probabilities. The accuracy is "
             'metrics={"accuracy": lambda scores, labels: ((scores > 0) == (labels > 0)).float().mean()}.'
@@ -339,6 +345,13 @@ def _tensors(name: str, output: EvaluationOutput) -> tuple[Tensor, Tensor]:
             f"type {type(labels).__name__}). Give a function of predictions and labels, or a dataset with labels."
         )
     return predictions, labels
+
+
+def _are_probabilities(labels: Tensor) -> bool:
+    """Whether labels are probabilities of several classes, which add up to 1."""
+    if labels.ndim < 2 or labels.shape[1] < 2 or not labels.is_floating_point():
+        return False
+    return bool((labels >= 0).all()) and torch.allclose(labels.sum(dim=1), torch.ones(()).to(labels), atol=1e-4)
 
 
 def _are_plain(*rows: Sequence[Any]) -> bool:

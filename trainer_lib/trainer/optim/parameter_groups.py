@@ -5,18 +5,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
 from trainer_lib.foundation.error_values import shown
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, SignatureError, unknown
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.patterns import no_match
 
 # Class names of norms in torch and in models: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
 _NORM_NAMES = r"(?i)(layer|rms|batch|group|instance)_?norm|norm$"
+
+
+_SETTINGS = ("pattern", "learning_rate", "weight_decay", "frozen")
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,22 @@ class ParameterGroup:
         ParameterGroup(pattern='encoder.*', learning_rate=1e-05, weight_decay=None, frozen=False)
     """
 
+    __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
+
     pattern: str
     _: KW_ONLY
     learning_rate: float | None = None
     weight_decay: float | None = None
     frozen: bool = False
+
+    # Runs before __init__, which would raise a TypeError for an unknown name and could not suggest a known one.
+    def __new__(cls, *positional: Any, **named: Any) -> Self:
+        """Check the names of the settings."""
+        del positional
+        for name in unknown_keywords(cls.__init__, named):
+            hint = " Give learning_rate." if name == "lr" else ""
+            raise SignatureError(unknown("setting of ParameterGroup", name, _SETTINGS) + hint)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the settings that need no model."""

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer_lib.foundation.error_values import shown
@@ -30,11 +31,12 @@ SHAPES: dict[str, Shape] = {
 }
 NAMES = (*SHAPES, "plateau")
 
-# Schedules that transformers has under another name or in another form.
+# Schedules that transformers or torch has under another name or in another form.
 _RENAMED = {
     "cosine_with_min_lr": '"cosine" with min_ratio, the fraction of the rate at the end',
     "cosine_warmup_with_min_lr": '"cosine" with min_ratio, the fraction of the rate at the end',
     "reduce_lr_on_plateau": '"plateau"',
+    "ReduceLROnPlateau": '"plateau"',
     "warmup_stable_decay": '"wsd" with decay_steps or decay_ratio, decay and min_ratio',
 }
 # Options of schedules that arguments of the trainer set.
@@ -105,7 +107,7 @@ def build_schedule(
                 f"The warm-up must not be longer than the run (got {warmup_steps} of {total_steps} steps)."
             )
     if not isinstance(name, str) or ("." not in name and name not in NAMES):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(_unknown_schedule(name))
+        raise ConfigurationError(unknown_schedule(name))
     if "." in name:
         return _from_path(name, optimizer, warmup_steps, total_steps, options)
     if name in SHAPES:
@@ -149,9 +151,22 @@ def peak_first_last(schedule: Any, total_steps: int | None = None) -> Rates:
     return Rates(base * factor(0), max(base * factor(step) for step in steps), last)
 
 
-def _unknown_schedule(name: Any) -> str:
+def unknown_schedule(name: Any) -> str:
+    """Return the message that no schedule has this name, with what to give instead.
+
+    Example:
+        >>> print(unknown_schedule("reduce_lr_on_plateau"))
+        Unknown lr_scheduler 'reduce_lr_on_plateau'. Its name here is "plateau".
+    """
     if str(name) in _RENAMED:
         return f"Unknown lr_scheduler {name!r}. Its name here is {_RENAMED[name]}."
+    kind = getattr(torch_schedules, str(name), None)
+    if isinstance(kind, type) and issubclass(kind, LRScheduler):
+        return (
+            f"Unknown lr_scheduler {name!r}. Give the path of torch's: "
+            f'lr_scheduler="torch.optim.lr_scheduler.{name}", '
+            "with its arguments as lr_scheduler_kwargs={…}. Schedules by name: " + ", ".join(sorted(NAMES)) + "."
+        )
     return unknown("lr_scheduler", name, NAMES) + " Or give a dotted path."
 
 
