@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import trainer_lib
 from tests.trainer.tasks import arguments, network, points, trainer
-from trainer_lib import ParameterGroup, Trainer, TrainingArguments
+from trainer_lib import ParameterGroup, Trainer, TrainingArguments, callbacks
 from trainer_lib.events import RunState
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError, UnsupportedError
 from trainer_lib.trainer.arguments.declaration import settings
@@ -277,6 +279,18 @@ def test_evaluate_and_predict_called_as_elsewhere_say_how_to_call_them() -> None
 def test_times_of_composer_are_answered_with_ours(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         TrainingArguments(**arguments)
+
+
+def test_the_tables_of_the_page_name_what_exists() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "coming_from.md").read_text()
+    ours = [row.split(" | ", 1)[1] for row in re.findall(r"^\| `.* \|$", page, re.MULTILINE)]
+    names = [name for row in ours for name in re.findall(r"`(?:trainer\.)?([A-Za-z_]+)(?=[`=(])", row)]
+    constructor = inspect.signature(Trainer).parameters
+    assert len(names) > 30
+    owners = (Trainer, callbacks, trainer_lib)
+    for name in names:
+        is_argument = name in settings(TrainingArguments) or name in constructor
+        assert is_argument or any(hasattr(owner, name) for owner in owners), name
 
 
 def test_a_setting_of_a_parameter_group_is_named() -> None:
