@@ -97,31 +97,30 @@ def test_the_rates_are_those_of_transformers(
             reference_name, optimizer, warmup, TOTAL, scheduler_specific_kwargs=reference_options
         )
 
-    # In transformers the warm-up of this schedule starts at the minimum.
-    first = warmup if "min_lr_ratio" in reference_options else 0
-    assert _schedule_rates(name, warmup, **options)[first:] == pytest.approx(
-        _rates(reference)[first:], rel=1e-12, abs=1e-15
-    )
+    assert _schedule_rates(name, warmup, **options) == pytest.approx(_rates(reference), rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize("warmup", [0, 7])
-def test_one_cycle_equals_that_of_torch(warmup: int) -> None:
-    # In torch the peak and the end come one step earlier than its arguments say.
-    peak = warmup or 12
-
-    def reference(optimizer: torch.optim.Optimizer) -> OneCycleLR:
-        return OneCycleLR(
+@pytest.mark.parametrize(
+    ("total", "warmup", "pct_start"),
+    [(40, 0, None), (40, 7, None), (36, 0, None), (36, 0, 0.4), (7, 0, 0.0), (7, 7, None), (3, 0, 1.0), (1, 0, None)],
+)
+def test_one_cycle_equals_that_of_torch(total: int, warmup: int, pct_start: float | None) -> None:
+    options: dict[str, Any] = {"div_factor": 10.0, "final_div_factor": 100.0}
+    reference = _rates(
+        lambda optimizer: OneCycleLR(
             optimizer,
             max_lr=0.5,
-            total_steps=TOTAL + 1,
-            pct_start=(peak + 1) / (TOTAL + 1),
+            total_steps=total,
+            pct_start=warmup / total or (0.3 if pct_start is None else pct_start),
             cycle_momentum=False,
-            div_factor=10.0,
-            final_div_factor=100.0,
-        )
-
-    own_rates = _schedule_rates("one_cycle", warmup, div_factor=10.0, final_div_factor=100.0)
-    assert own_rates == pytest.approx(_rates(reference), rel=1e-9)
+            **options,
+        ),
+        total - 1,
+    )
+    given = options if pct_start is None else {**options, "pct_start": pct_start}
+    rates = _schedule_rates("one_cycle", warmup, total - 1, total, **given)
+    assert rates == pytest.approx(reference, rel=1e-9)
+    assert _schedule_rates("one_cycle", warmup, total, total, **given)[-1] == pytest.approx(0.5 / 1000), "after the run"
 
 
 def test_rates_equal_numbers_computed_by_hand() -> None:
@@ -129,7 +128,7 @@ def test_rates_equal_numbers_computed_by_hand() -> None:
     assert _schedule_rates("linear", 0, 4, 4, min_ratio=0.5) == pytest.approx([0.5, 0.4375, 0.375, 0.3125, 0.25])
     assert _schedule_rates("wsd", 1, 10, 10) == pytest.approx([0, *[0.5] * 9, 0])
     assert _schedule_rates("wsd", 0, 4, 4, decay_steps=0) == pytest.approx([0.5] * 4 + [0.0])
-    assert _schedule_rates("one_cycle", 0, 10, 10, pct_start=0.5)[5] == 0.5
+    assert _schedule_rates("one_cycle", 0, 10, 10, pct_start=0.5)[4] == 0.5
     assert _schedule_rates("cosine_with_restarts", 0, 4, 4, num_cycles=2, min_ratio=0.2) == pytest.approx(
         [0.5, 0.3, 0.5, 0.3, 0.1]
     )
@@ -428,6 +427,9 @@ def test_the_peak_of_a_long_run_is_found() -> None:
     assert (first, peak) == (0.0, 0.5)
     assert last == pytest.approx(0.5 / 9_900_000)
     assert peak_first_last(schedule, total_steps=12_346).last == pytest.approx(0.5)
+    assert (
+        peak_first_last(build_schedule("one_cycle", _optimizer(), warmup_steps=12_345, total_steps=900_000)).peak == 0.5
+    )
 
 
 def test_the_picture_of_the_documentation_shows_the_rates_of_all_schedules() -> None:

@@ -131,6 +131,8 @@ def _best(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 def _warmup(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     # As in transformers: steps take precedence over a ratio, and a number of steps below 1 is a ratio.
     value = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
+    if value and str(arguments.get("lr_scheduler_type")) == "constant":
+        return 'it has no effect with lr_scheduler_type="constant" there'
     return {"warmup": _steps(value) if value >= 1 else float(value) or None}
 
 
@@ -139,7 +141,11 @@ _SCHEDULES = {
     "warmup_stable_decay": "wsd",
     "reduce_lr_on_plateau": "plateau",
     "cosine_with_min_lr": "cosine",
-    "cosine_warmup_with_min_lr": "cosine",
+}
+# Schedules with other rates than ours, and options that ours lack: functions of transformers, which take their options.
+_OF_TRANSFORMERS = {
+    "cosine_warmup_with_min_lr": "transformers.get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
+    "warmup_stable_decay": "transformers.get_wsd_schedule",
 }
 _SCHEDULE_OPTIONS = {
     "min_lr_rate": "min_ratio",
@@ -147,17 +153,17 @@ _SCHEDULE_OPTIONS = {
     "num_decay_steps": "decay_steps",
     "decay_type": "decay",
 }
-_NO_SCHEDULE_OPTIONS = {"wsd": ("num_stable_steps", "warmup_type", "num_cycles")}
+_NO_WSD_OPTIONS = ("num_stable_steps", "warmup_type", "num_cycles")
 
 
 @_form("lr_scheduler_type", "lr_scheduler_kwargs")
 def _schedule(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     name, options = str(arguments.get("lr_scheduler_type", "linear")), dict(arguments.get("lr_scheduler_kwargs") or {})
     ours = _SCHEDULES.get(name, name)
-    unknown = [option for option in options if option in ("warmup_lr_rate", *_NO_SCHEDULE_OPTIONS.get(ours, ()))]
-    if name == "greedy" or unknown:
-        unsupported = f"lr_scheduler_kwargs={{{unknown[0]!r}: …}}" if unknown else "schedule 'greedy'"
-        return f"there is no {unsupported}; give a schedule object: Trainer(…, scheduler=…)"
+    if name == "greedy":
+        return "there is no schedule 'greedy'; give a schedule object: Trainer(…, scheduler=…)"
+    if name in _OF_TRANSFORMERS and (ours != "wsd" or not options.keys().isdisjoint(_NO_WSD_OPTIONS)):
+        return {"lr_scheduler": _OF_TRANSFORMERS[name], "lr_scheduler_kwargs": options}
     if ours == "cosine" and options.get("min_lr") is not None:
         options["min_lr_rate"] = options.pop("min_lr") / arguments.get("learning_rate", 5e-5)
     if ours == "wsd":

@@ -1,7 +1,7 @@
 """Shapes of learning-rate schedules: functions from the number of updates to a factor of the learning rate.
 
 They have no state, so a schedule gives the same rate after every resume. Shapes with the name of a schedule of
-transformers give the same numbers.
+transformers give the same numbers, `wsd` those of its warmup_stable_decay, and `one_cycle` those of torch's OneCycleLR.
 """
 
 import math
@@ -57,29 +57,39 @@ def inverse_sqrt(step: int, *, warmup: int, timescale: int | None = None) -> flo
 def wsd(
     step: int, *, warmup: int, total: int, decay_steps: int, decay: Decay = "linear", min_ratio: float = 0.0
 ) -> float:
-    """Stay constant, and decay in the last `decay_steps`."""
+    """Rise from `min_ratio`, stay constant, and decay to `min_ratio` in the last `decay_steps`."""
     if step < warmup:
-        return _warmup(step, warmup)
+        return _interpolate(min_ratio, _warmup(step, warmup))
     progress = _progress(step, total - decay_steps, total)
     shapes = {"linear": 1.0 - progress, "cosine": _half_cosine(progress), "1-sqrt": 1.0 - math.sqrt(progress)}
     return _interpolate(min_ratio, shapes[decay])
 
 
-def one_cycle(step: int, *, warmup: int, total: int, div_factor: float = 25.0, final_div_factor: float = 1e4) -> float:
-    """Rise along a cosine from 1 / `div_factor`, and decay to that divided by `final_div_factor`."""
-    start = 1.0 / div_factor
-    if step < warmup:
-        return _interpolate(start, _half_cosine(1.0 - step / warmup))
-    return _interpolate(start / final_div_factor, _half_cosine(_progress(step, warmup, total)))
+def one_cycle(
+    step: int, *, warmup: float, total: int, div_factor: float = 25.0, final_div_factor: float = 1e4
+) -> float:
+    """Rise along a cosine from 1 / `div_factor`, and decay to that divided by `final_div_factor`.
+
+    As in torch, the last of the `warmup` updates has the full rate, and the last of all the lowest one. With a `warmup`
+    that is not a whole number, no update has the full rate.
+    """
+    start, peak, last = 1.0 / div_factor, warmup - 1, total - 1
+    if step < peak:
+        return _interpolate(start, _half_cosine(1.0 - step / peak))
+    if step == peak:
+        return 1.0
+    return _interpolate(start / final_div_factor, _half_cosine(_progress(step, peak, last)))
 
 
 def _warmup(step: int, warmup: int) -> float:
     return step / warmup
 
 
-def _progress(step: int, start: int, end: int) -> float:
+def _progress(step: int, start: float, end: int) -> float:
     """Return the fraction of the steps from `start` to `end` that are done, from 0 to 1."""
-    return 1.0 if step >= end else max(0.0, (step - start) / max(1, end - start))
+    if step >= end:
+        return 1.0
+    return 0.0 if step <= start else (step - start) / (end - start)
 
 
 def _half_cosine(progress: float) -> float:

@@ -34,7 +34,7 @@ NAMES = (*SHAPES, "plateau")
 # Schedules that transformers or torch has under another name or in another form.
 _RENAMED = {
     "cosine_with_min_lr": '"cosine" with min_ratio, the fraction of the rate at the end',
-    "cosine_warmup_with_min_lr": '"cosine" with min_ratio, the fraction of the rate at the end',
+    "cosine_warmup_with_min_lr": '"transformers.get_cosine_with_min_lr_schedule_with_warmup_lr_rate"',
     "reduce_lr_on_plateau": '"plateau"',
     "ReduceLROnPlateau": '"plateau"',
     "warmup_stable_decay": '"wsd" with decay_steps or decay_ratio, decay and min_ratio',
@@ -77,10 +77,10 @@ def build_schedule(
     total_steps: int | None = None,
     **options: Any,
 ) -> LRScheduler:
-    """Return a schedule: a function of the number of updates, which rises from 0 in the first `warmup_steps`.
+    """Return a schedule: a function of the number of updates, which rises in the first `warmup_steps`.
 
-    A schedule with the name of one in transformers gives the same rates. Checkpoints hold its position only; its
-    settings come from the arguments.
+    A schedule with the name of one in transformers gives the same rates, "wsd" those of its "warmup_stable_decay", and
+    "one_cycle" those of torch's `OneCycleLR`. Checkpoints hold its position only; its settings come from the arguments.
 
     Args:
         name: One of `NAMES`, or a dotted path. A function or class at that path gets those of `num_warmup_steps`,
@@ -144,9 +144,9 @@ def peak_first_last(schedule: Any, total_steps: int | None = None) -> Rates:
     factor = schedule.lr_lambdas[0]
     known: dict[str, Any] = getattr(factor, "keywords", {})
     total = total_steps or known.get("total") or known.get("num_training_steps")
-    warmup = known.get("warmup") or known.get("num_warmup_steps") or 0
+    warmup = int(known.get("warmup") or known.get("num_warmup_steps") or 0)
     stride = max(1, (total or 1) // _SAMPLED)
-    steps = {0, warmup, *range(0, total or 1, stride)}
+    steps = {0, max(0, warmup - 1), warmup, *range(0, total or 1, stride)}
     last = None if total is None else base * factor(total - 1)
     return Rates(base * factor(0), max(base * factor(step) for step in steps), last)
 
@@ -222,7 +222,7 @@ def _phases(name: str, owner: str, fixed: dict[str, Any], options: dict[str, Any
         if fraction is not None and fixed["warmup"]:
             raise ConfigurationError(f"{owner} has pct_start={fraction!r} and a warm-up. Give one of them.")
         fraction = _fraction(owner, "pct_start", _ONE_CYCLE_WARMUP if fraction is None else fraction)
-        fixed["warmup"] = fixed["warmup"] or round(fraction * total)
+        fixed["warmup"] = fixed["warmup"] or fraction * total
     return options
 
 
