@@ -51,6 +51,14 @@ def test_losses_are_those_of_a_loop_by_hand() -> None:
     assert len(sweep.losses) > 20
 
 
+def test_a_run_with_a_plateau_can_be_swept() -> None:
+    def losses(**options: Any) -> list[float]:
+        return trainer(arguments(**options), eval_dataset=points()).find_learning_rate(updates=10).losses
+
+    plateau = {"lr_scheduler": "plateau", "lr_scheduler_kwargs": {"patience": 0}, "eval_every": "1 epoch"}
+    assert losses(**plateau) == losses()
+
+
 def test_groups_with_rates_of_their_own_keep_their_ratio() -> None:
     groups = [ParameterGroup("3.*", learning_rate=0.005)]
     sweep = swept(updates=15, highest=1.0, parameter_groups=groups)

@@ -34,6 +34,8 @@ _SHORT: Mapping[str, Any] = {
     "max_time": None,
     "deadline": None,
     "stop_signals": (),
+    "lr_scheduler": "constant",  # a plateau needs evaluations
+    "lr_scheduler_kwargs": {},
     "warmup": None,
     "schedule_steps": None,
     "log_every": "1 step",
