@@ -30,11 +30,11 @@ class AccumulationSchedule(Modifier):
     exclusive_group: ClassVar[str | None] = "set the number of batches per update"
 
     def __init__(self, steps: Mapping[int, int]) -> None:
-        bad = [(epoch, count) for epoch, count in steps.items() if not _is_count(epoch, 0) or not _is_count(count, 1)]
-        if bad or not steps:
-            entry = f"{bad[0][0]!r}: {bad[0][1]!r}" if bad else ""
+        is_mapping = isinstance(steps, Mapping)  # pyright: ignore[reportUnnecessaryIsInstance]
+        counts = steps.items() if is_mapping else ()
+        if not counts or not all(_is_count(epoch, 0) and _is_count(count, 1) for epoch, count in counts):
             raise ConfigurationError(
-                f"AccumulationSchedule({{{entry}}}) is not valid. Map epochs, counted from 0, to the number of batches "
+                f"AccumulationSchedule({steps!r}) is not valid. Map epochs, counted from 0, to the number of batches "
                 "per update from that epoch on, such as {0: 1, 4: 2}."
             )
         self.steps: dict[int, int] = dict(sorted(steps.items()))

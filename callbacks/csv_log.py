@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import log_file, replace_file
 
 _PROGRESS = ("step", "epoch", "samples", "seconds")
 
@@ -34,7 +34,7 @@ class CsvLog(Callback):
     order = 100  # after the callbacks that add values to the log
 
     def __init__(self, path: str | Path) -> None:
-        self.path: Path = Path(path).expanduser()
+        self.path: Path = log_file(path, "CsvLog")
         self._columns = list[str]()
 
     def on_fit_begin(self, run: Run) -> None:

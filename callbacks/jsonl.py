@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import log_file, replace_file
 from trainer_lib.runs.run_environment import memory_in_use
 
 # A resumed run keeps these lines even after the step it resumes from.
@@ -45,7 +45,7 @@ class JsonlLog(Callback):
     writes_history: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, skipped_steps: bool = False) -> None:
-        self.path: Path = Path(path).expanduser()
+        self.path: Path = log_file(path, "JsonlLog")
         self._error: str | None = None
         self._traceback: str | None = None
         self._is_training = False

@@ -96,7 +96,14 @@ class _Mixing(Modifier):
                 f"{type(self).__name__} cannot turn targets of type {targets.dtype} and shape {tuple(targets.shape)} "
                 f"into class probabilities. Give {fix}."
             )
-        return one_hot(targets, self.num_classes).float()
+        try:
+            return one_hot(targets, self.num_classes).float()
+        except RuntimeError as error:  # only the CPU checks them
+            raise ConfigurationError(
+                f"{type(self).__name__}(num_classes={self.num_classes}) needs class indices from 0 to "
+                f"{self.num_classes - 1} (got {int(targets.min())} to {int(targets.max())}). Give the number of "
+                "classes of the data, without samples to ignore."
+            ) from error
 
 
 class Mixup(_Mixing):

@@ -440,6 +440,7 @@ def test_unfrozen_weights_start_with_fresh_optimizer_state() -> None:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AccumulationSchedule({0: 0}), r"AccumulationSchedule.* is not valid\. Map epochs"),
+    (lambda: AccumulationSchedule([1, 2]), r"AccumulationSchedule.* is not valid\. Map epochs"),  # type: ignore[arg-type]
     (lambda: AccumulationSchedule({}), r"AccumulationSchedule.* is not valid\. Map epochs"),
     (
         lambda: trained(AccumulationSchedule({1: 2}), global_batch_size=8),
@@ -467,6 +468,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Mixup(num_classes=1), r"at least 2 \(got 1\)"),
     (lambda: MixupOrCutMix(Mixup(), CutMix(), 1.0), "between 0 and 1"),
     (lambda: trained(Mixup()), "Give num_classes"),
+    (
+        lambda: trained(Mixup(num_classes=2), train_dataset=(points()[0], points()[1] + 1)),
+        r"class indices from 0 to 1 \(got 1 to 2\)",
+    ),
     (lambda: trained(CutMix(num_classes=2)), "images"),
     (
         lambda: trained(Mixup(num_classes=2), model=Words(), train_dataset=sentences(), loss_fn=None),

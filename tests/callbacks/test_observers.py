@@ -152,6 +152,15 @@ def test_norms_are_those_of_layers_before_clipping() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", [CsvLog, JsonlLog])
+def test_a_folder_is_no_log_file_and_stays(tmp_path: Path, kind: Any) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\(path\) must be a file \(got the folder"):
+        trainer(callbacks=[kind(folder)]).fit()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_norms_of_single_weights_now_and_then() -> None:
     kept = Kept()
     trainer(

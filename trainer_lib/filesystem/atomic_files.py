@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 from trainer_lib.filesystem.remote_paths import AnyPath
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 
 _Path = TypeVar("_Path", bound=AnyPath)
 
@@ -32,6 +32,26 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def log_file(path: str | Path, owner: str) -> Path:
+    """Return the path of a log file, which a new run may replace.
+
+    Args:
+        path: The path as given.
+        owner: The class that was given the path, for the error.
+
+    Raises:
+        ConfigurationError: If the path is a folder.
+
+    Example:
+        >>> log_file("history.csv", "CsvLog").name
+        'history.csv'
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise ConfigurationError(f"{owner}(path) must be a file (got the folder {str(file)!r}). Give a file in it.")
+    return file
 
 
 def path_inside(folder: _Path, name: object, source: str) -> _Path:
