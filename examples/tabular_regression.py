@@ -16,7 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from trainer_lib import TrainingArguments
+from trainer_lib import PartialState, TrainingArguments
 from trainer_lib.sklearn import TrainerRegressor
 
 
@@ -43,13 +43,14 @@ def main() -> None:
     }
     search = GridSearchCV(pipeline, grid, cv=2).fit(seen, known)
 
-    print("width  learning rate  R² in cross-validation")
+    show = PartialState().print  # once, by the main process
+    show("width  learning rate  R² in cross-validation")
     for choice, score in zip(search.cv_results_["params"], search.cv_results_["mean_test_score"], strict=True):
         width, rate = (choice[name] for name in grid)
-        print(f"{width:>5}{rate:>15}{score:>24.3f}")
+        show(f"{width:>5}{rate:>15}{score:>24.3f}")
     linear = LinearRegression().fit(seen, known)
-    print(f"\nR² on rows that were kept back: {search.score(unseen, wanted):.3f}", end=" ")
-    print(f"(linear regression: {linear.score(unseen, wanted):.3f})")
+    show(f"\nR² on rows that were kept back: {search.score(unseen, wanted):.3f}", end=" ")
+    show(f"(linear regression: {linear.score(unseen, wanted):.3f})")
 
 
 def parse_options() -> argparse.Namespace:
