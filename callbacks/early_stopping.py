@@ -74,6 +74,10 @@ class EarlyStopping(Callback):
     def monitored_metric(self) -> str:
         return self.metric
 
+    def on_fit_begin(self, run: Run) -> None:
+        if not run.state.step:  # no resumed run: the object may have been part of another run
+            self.best, self.bad_evaluations = None, 0
+
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.state.status != "running" or run.leaves_out(self.metric):
             return

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.callbacks.loops import go_through, running
+from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import EarlyStopping
@@ -69,6 +70,16 @@ def test_nan_and_inf_end_training_unless_check_finite_is_off(value: float) -> No
     assert lenient.state_dict() == {"best": None, "bad_evaluations": 2}
     lenient = EarlyStopping(patience=2, check_finite=False)
     assert stops_after(lenient, 1.0, value, 0.5, value, 0.6)[0] == 5
+
+
+def test_an_object_that_was_part_of_another_run_starts_over() -> None:
+    stopping = EarlyStopping(patience=1, min_delta=0.05)
+    steps: list[int] = []
+    for _ in range(2):  # as in the folds of a cross-validation
+        args = arguments(max_steps=40, eval_every="2 steps")
+        steps.append(trainer(args, eval_dataset=points(), callbacks=[stopping]).fit().state.step)
+    assert steps == [steps[0]] * 2
+    assert steps[0] > 4
 
 
 def test_without_patience_training_continues() -> None:
