@@ -56,17 +56,17 @@ class Timer(Callback):
         self._paused_at = time.perf_counter()
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
-        self._count("evaluation", run)
+        self._count("evaluation")
 
     def on_save_begin(self, run: Run, folder: Path) -> None:
         self._paused_at = time.perf_counter()
 
     def on_save_end(self, run: Run, folder: Path) -> None:
         if not getattr(run.args, "save_in_background", False):  # background saves do not pause training
-            self._count("saving", run)
+            self._count("saving")
 
-    def _count(self, kind: str, run: Run) -> None:
-        if run.state.status == "running" and self._began is not None and self._ended is None:
+    def _count(self, kind: str) -> None:
+        if self._began is not None and self._ended is None:  # also the last checkpoint, after the last update
             self._spent[kind] += time.perf_counter() - self._paused_at
 
 

@@ -224,6 +224,14 @@ def test_remaining_time_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None
     assert timer.summary() == {"elapsed": 8.0, "evaluation": 3.0, "saving": 1.0, "training": 4.0}
 
 
+def test_the_last_checkpoint_counts_as_saving(tmp_path: Path) -> None:
+    timer = Timer()
+    args = arguments(max_steps=2, output_dir=str(tmp_path), save_every="100 steps", save_in_background=False)
+    trainer(args, callbacks=[timer]).fit()
+    assert list(tmp_path.glob("*/checkpoints/checkpoint-*"))
+    assert timer.summary()["saving"] > 0
+
+
 def test_remaining_time_by_epochs_by_time_limit_and_without_an_end() -> None:
     cases: list[tuple[dict[str, Any], Any, float | None]] = [
         ({"max_epochs": 4.0, "epoch": 1}, None, 0.25),
