@@ -87,6 +87,12 @@ def test_an_attribute_of_another_result_is_answered_with_ours(name: str, instead
             {"hp_space": {}, "n_trials": 3},
             "hp_space is space here. n_trials is n here. Give search(space",
         ),
+        (
+            "find_learning_rate",
+            [],
+            {"min_lr": 1e-6, "num_it": 50},
+            "min_lr is lowest here. num_it is updates here.",
+        ),
         ("search", [], {"direction": "maximize"}, "direction is greater_is_better (maximize is True) here."),
     ],
 )

@@ -43,7 +43,10 @@ _OF_GENERATION = dict.fromkeys(
     ("max_length", "max_new_tokens", "min_length", "num_beams", "do_sample", "temperature", "top_k", "top_p"),
     "an argument of generate, which is called with TrainingArguments(predict_with_generate=True)",
 )
-_OF_SEARCH = {
+_OF_TOOLS = {
+    **dict.fromkeys(("min_lr", "start_lr"), "lowest"),
+    **dict.fromkeys(("max_lr", "end_lr"), "highest"),
+    **dict.fromkeys(("num_training", "num_it", "num_iter"), "updates"),
     "hp_space": "space",
     "n_trials": "n",
     "num_trials": "n",
@@ -53,6 +56,7 @@ _OF_SEARCH = {
 }
 # Of methods that are called in another form: what to give.
 FORMS = {
+    "find_learning_rate": "Give find_learning_rate(lowest=1e-7, highest=10.0, updates=100).",
     "log": "Log values one by one: for name, value in values.items(): trainer.log(name, value).",
     "push_to_hub": 'Give the repository: push_to_hub("owner/name", commit_message="…").',
     "search": "Give search(space, n), with space={name: [values] or (low, high)}, or a function of a trial.",
@@ -98,7 +102,7 @@ def explains_form(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
             raised_in = error.__traceback__ and error.__traceback__.tb_next
             if raised_in is not None:  # in the method, which has taken the arguments
                 raise
-            renamed = [f"{key} is {_OF_SEARCH[key]} here." for key in named if key in _OF_SEARCH]
+            renamed = [f"{key} is {_OF_TOOLS[key]} here." for key in named if key in _OF_TOOLS]
             name = method.__name__
             problem = f"{name}{str(error).partition(name)[2]}."
             raise SignatureError(" ".join([problem, *renamed, FORMS[name]])) from None

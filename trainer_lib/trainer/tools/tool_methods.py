@@ -51,6 +51,7 @@ class ToolMethods:
 
         return preview(self, batches)
 
+    @explains_form
     def find_learning_rate(
         self: TrainerInterface, lowest: float = 1e-7, highest: float = 10.0, updates: int = 100
     ) -> "LearningRateSweep":
