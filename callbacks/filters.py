@@ -12,7 +12,7 @@ from typing import Any
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.events.callback import EVENTS, overrides
 from trainer_lib.events.trigger import Trigger, callback_trigger
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError
 
 
 class LambdaCallback(Callback):
