@@ -8,7 +8,10 @@ from typing import Any
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.profiler_options import ProfileKwargs
+
+_logger = get_logger(__name__)
 
 
 class Profile(Callback):
@@ -72,6 +75,12 @@ class Profile(Callback):
     def on_fit_end(self, run: Run) -> None:
         if self._open is not None:
             self._end(run)
+        elif self._is_due:
+            _logger.warning(
+                "Profile wrote no trace: it skips the first %d updates, and the run ended before. Give a smaller "
+                "Profile(after=…).",
+                self._after,
+            )
 
     def _end(self, run: Run) -> None:
         assert self._open is not None

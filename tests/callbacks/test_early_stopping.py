@@ -39,6 +39,8 @@ def test_better_is_more_where_the_name_says_so_or_the_user() -> None:
     assert stops_after(EarlyStopping("eval_harmony", 1, greater_is_better=False), 0.1, 0.2)[0] == 2
     with pytest.raises(ConfigurationError, match="cannot be inferred from the name of the metric 'eval_harmony'"):
         EarlyStopping("eval_harmony")
+    with pytest.raises(ConfigurationError, match=r"'eval_acuracy'\. Did you mean 'accuracy'\? Give greater_is_better="):
+        EarlyStopping("eval_acuracy")
 
 
 def test_better_has_to_be_better_by_a_margin() -> None:

@@ -79,8 +79,14 @@ def test_bad_options_are_refused(wrong: Any, message: str) -> None:
         wrong()
 
 
-def test_a_run_that_ends_before_the_profile_records_nothing(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_the_profile_records_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     history = tmp_path / "history.jsonl"
     trainer(arguments(max_steps=2), callbacks=[JsonlLog(history), Profile(folder=tmp_path / "profile")]).fit()
     assert history_entries(history) == []
     assert not (tmp_path / "profile").exists()
+    assert "Profile wrote no trace: it skips the first 10 updates, and the run ended before." in caplog.text
+    caplog.clear()
+    trainer(arguments(max_steps=2), callbacks=[Profile(after=0, folder=tmp_path / "profile")]).fit()
+    assert "no trace" not in caplog.text

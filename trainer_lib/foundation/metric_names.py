@@ -56,7 +56,8 @@ def greater_is_better_for(metric: str, given: bool | None = None) -> bool:
         if not re.fullmatch(_QUALIFIER, words.pop()):
             break
     raise ConfigurationError(
-        f"Whether higher is better cannot be inferred from the name of the metric {metric!r}. "
+        f"Whether higher is better cannot be inferred from the name of the metric {metric!r}."
+        f"{did_you_mean(metric.removeprefix('eval_'), _KNOWN)} "
         "Give greater_is_better=True or greater_is_better=False."
     )
 
