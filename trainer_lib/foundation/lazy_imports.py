@@ -67,7 +67,7 @@ def _elsewhere(name: str, package: str) -> str:
 
 def _of_others(name: str) -> str:
     """Say what to use instead of a class of another library."""
-    from trainer_lib.foundation.foreign_names import INSTEAD
+    from trainer_lib.foundation.foreign_classes import INSTEAD
 
     return f" Use {INSTEAD[name]}." if name in INSTEAD else ""
 

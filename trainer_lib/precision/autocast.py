@@ -22,7 +22,7 @@ class Autocast(FullPrecision):
         self.name = name
         self.dtype = dtype
         self.device_type = device_type
-        self.options = options
+        self.options: AutocastKwargs = options
         self.uses_autocast = True
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:

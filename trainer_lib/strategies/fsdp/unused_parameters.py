@@ -46,7 +46,7 @@ class UnusedParameters:
 
     def _reduce(self, param_group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
         """Reduce the gradients of a block."""
-        # A block without a backward gathers no weights, so there is none on any rank.
+        # A block without a backward gathers no weights, so no rank has had one.
         had_backward = param_group._training_state.name == "PRE_BACKWARD"
         param_group.reduce_scatter_unused_params = had_backward
         if self._watches and param_group.reduce_grads:
