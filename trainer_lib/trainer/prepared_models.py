@@ -58,7 +58,7 @@ def begin_training(model: nn.Module, bare: nn.Module) -> None:
 
     These are parts that were set to it within a model in training mode, and have no submodules (a BatchNorm, a Dropout)
     or nothing to train; and a model with nothing to train. Other models and parts in evaluation mode come from
-    `from_pretrained`.
+    `from_pretrained`, and so does the base of prompt tuning, which PEFT freezes.
 
     Args:
         model: The prepared model.
@@ -83,8 +83,10 @@ def _outermost_evaluating(module: nn.Module) -> Iterator[nn.Module]:
     if not module.training:
         yield module
         return
+    base = module.get_base_model() if hasattr(module, "get_base_model") else None  # type: ignore[operator]  # of PEFT
     for part in module.children():
-        yield from _outermost_evaluating(part)
+        if part is not base or part.training:
+            yield from _outermost_evaluating(part)
 
 
 def _is_frozen(part: nn.Module, is_whole: bool) -> bool:

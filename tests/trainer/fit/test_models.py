@@ -458,3 +458,22 @@ def test_dropout_of_a_model_from_a_folder_is_that_of_a_new_one(tmp_path: Any) ->
         history = Trainer(model, args, train_dataset=rows).fit().history
         losses.append([entry["loss"] for entry in history if "loss" in entry])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks by the old name
+def test_dropout_of_a_base_that_peft_freezes_is_that_of_a_new_one(tmp_path: Any) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    new = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    new.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    rows = {name: torch.arange(32).reshape(8, 4) % 20 for name in ("input_ids", "labels")}
+    losses = []
+    for base in (new, loaded):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        args = TrainingArguments(max_steps=2, log_every=1, use_cpu=True, progress_bar=False)
+        history = Trainer(model, args, train_dataset=rows).fit().history
+        losses.append([entry["loss"] for entry in history if "loss" in entry])
+        assert evaluating(model) == []
+    assert losses[0] == losses[1]
