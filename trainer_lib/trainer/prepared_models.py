@@ -1,7 +1,7 @@
 """The models of a trainer, prepared once: placed on the device, distributed and compiled."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -83,9 +83,10 @@ def _outermost_evaluating(module: nn.Module) -> Iterator[nn.Module]:
     if not module.training:
         yield module
         return
-    base = module.get_base_model() if hasattr(module, "get_base_model") else None  # type: ignore[operator]  # of PEFT
+    base: Any = module.get_base_model() if hasattr(module, "get_base_model") else None  # type: ignore[operator]  # of PEFT
+    loaded = set() if base is None or base.training else set(base.modules())
     for part in module.children():
-        if part is not base or part.training:
+        if part not in loaded:
             yield from _outermost_evaluating(part)
 
 

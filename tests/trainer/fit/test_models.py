@@ -471,7 +471,7 @@ def test_dropout_of_a_base_that_peft_freezes_is_that_of_a_new_one(tmp_path: Any)
     losses = []
     for base in (new, loaded):
         torch.manual_seed(0)
-        model = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
         args = TrainingArguments(max_steps=2, log_every=1, use_cpu=True, progress_bar=False)
         history = Trainer(model, args, train_dataset=rows).fit().history
         losses.append([entry["loss"] for entry in history if "loss" in entry])
