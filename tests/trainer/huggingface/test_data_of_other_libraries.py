@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.exact import assert_updates, updates_of
-from tests.trainer.hugging_face import model, rows, run_snippet_of_page
+from tests.trainer.hugging_face import model, rows, run_snippet_of_page, their_arguments
 from tests.trainer.tasks import arguments, network, points
 from tests.worlds import run_world
 from trainer_lib import Trainer
@@ -115,6 +116,40 @@ def test_adapters_of_a_checkpoint_are_taken_up_by_the_same_model_only(tmp_path: 
     ):
         with pytest.raises(StateError, match=r"the base weights of this model differ .*embed_tokens\.weight\. Make"):
             refused()
+
+
+@pytest.mark.filterwarnings(OLD_NAME)
+def test_adapters_of_their_checkpoint_resume(tmp_path: Path) -> None:
+    def prefixes() -> Any:
+        from peft import PrefixTuningConfig, TaskType, get_peft_model
+
+        torch.manual_seed(0)
+        return get_peft_model(
+            model(dropout=0.1), PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+        )
+
+    def added() -> Any:
+        network = model(dropout=0.1)
+        torch.manual_seed(0)
+        network.add_adapter(adapted().peft_config["default"])
+        return network
+
+    def theirs(make: Any) -> Any:
+        options = {"save_strategy": "steps", "save_steps": 4, "max_grad_norm": 0.1}
+        return transformers.Trainer(make(), their_arguments(tmp_path, **options), train_dataset=rows())
+
+    for make in (adapted, added, prefixes):
+        wanted = theirs(make)
+        wanted.train()
+        taken = Trainer.from_transformers(theirs(make))
+        taken.fit(resume=tmp_path / "checkpoint-4")
+        assert taken.run.state.step == 6
+        for name, value in taken.unwrapped_model.state_dict().items():
+            torch.testing.assert_close(value, wanted.model.state_dict()[name], msg=name)
+    with pytest.raises(StateError, match=r"'default' in .* differs from that of the model: .*lora_A"):
+        Trainer(adapted(), arguments(), train_dataset=rows()).fit(resume=tmp_path / "checkpoint-4")
+    with pytest.raises(StateError, match="only the adapters of a model, and this model has none"):
+        Trainer(model(), arguments(), train_dataset=rows()).fit(resume=tmp_path / "checkpoint-4")
 
 
 @pytest.mark.slow

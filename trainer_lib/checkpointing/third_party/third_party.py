@@ -122,7 +122,7 @@ def check_weights(checkpoint: ThirdPartyCheckpoint, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} has no whole weights: no {SAFE_MODEL_NAME}.safetensors, no pytorch_model.bin, no index of "
             f"either, and no {_FSDP_MODEL}_0. It has {', '.join(sorted(path.name for path in folder.iterdir()))}. "
-            "(Load an adapter into its model with PEFT, and begin a new run.)"
+            "(Adapters alone are not converted: give a Trainer this folder as `resume`.)"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.filesystem.remote_paths import AnyPath
-from trainer_lib.foundation.errors import StateError, UnsupportedError, UnwritableError
+from trainer_lib.foundation.errors import CheckpointError, StateError, UnsupportedError, UnwritableError
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.quantized_layers import weight_of
 from trainer_lib.modules.state import load_module_state, module_state
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LEFT_OUT_FILE = "left_out_weights.json"
 
 _SAMPLED = 1024  # values of a weight that its fingerprint is computed from
+_MAIN_ADAPTER = "default"  # the one that PEFT saves beside the others' folders
 _SHOWN = 3  # names in a message
 
 Fingerprints = dict[str, int]
@@ -68,14 +69,28 @@ class PeftCheckpoints:
         """Load the adapters of models whose base weights a checkpoint leaves out; the base weights stay."""
         written = _read_fingerprints(Path(folder))
         if written and self._accelerator.strategy.gathers_to_rank_zero:
-            raise UnsupportedError(
-                f"{folder} holds only the adapters of a model, which cannot be loaded into a sharded model. Resume "
-                "without sharding, or begin a new run."
-            )
+            raise _not_sharded(folder)
         for index, fingerprints in written.items():
             model = self._accelerator.prepared.models[index]
             _load(self._accelerator.strategy.bare(model), Path(folder), fingerprints, index)
             models[:] = [other for other in models if other is not model]
+        if not written and _has_adapters_alone(Path(folder)):
+            self._load_adapters(models, Path(folder))
+
+    def _load_adapters(self, models: list[nn.Module], folder: Path) -> None:
+        """Load the adapters of a checkpoint of Hugging Face's Trainer, which holds nothing else of the model."""
+        strategy = self._accelerator.strategy
+        adapted = [model for model in models if isinstance(getattr(strategy.bare(model), "peft_config", None), Mapping)]
+        if not adapted:
+            raise StateError(
+                f"{folder} holds only the adapters of a model, and this model has none. Make it with the adapters of "
+                "the run, by get_peft_model."
+            )
+        if strategy.gathers_to_rank_zero:
+            raise _not_sharded(str(folder))
+        for model in adapted:
+            _load_saved_adapters(strategy.bare(model), folder)
+        models[:] = [model for model in models if model not in adapted]
 
     def _base_weights(self, model: nn.Module) -> dict[str, Tensor]:
         """Return by name the frozen weights of a model that are in no adapter and in no optimizer."""
@@ -91,6 +106,50 @@ class PeftCheckpoints:
             and id(parameter) not in optimized
             and adapters.keys().isdisjoint(name.split("."))
         }
+
+
+def _not_sharded(folder: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{folder} holds only the adapters of a model, which cannot be loaded into a sharded model. Resume "
+        "without sharding, or begin a new run."
+    )
+
+
+def _adapter_file(folder: Path, adapter: str) -> Path:
+    """Return the file in which PEFT's `save_pretrained` writes an adapter."""
+    return (folder if adapter == _MAIN_ADAPTER else folder / adapter) / "adapter_model.safetensors"
+
+
+def _has_adapters_alone(folder: Path) -> bool:
+    from trainer_lib.tensor_files.weights_index import find_weights
+
+    has_whole_weights = any(find_weights(folder, 0, is_safe) for is_safe in (True, False))
+    has_shards = any(folder.glob("pytorch_model_fsdp*"))
+    return _adapter_file(folder, _MAIN_ADAPTER).is_file() and not has_whole_weights and not has_shards
+
+
+def _load_saved_adapters(model: Any, folder: Path) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    from trainer_lib.tensor_files.weights_index import read_weights
+
+    for adapter in model.peft_config:
+        file = _adapter_file(folder, adapter)
+        if not file.is_file():
+            raise CheckpointError(f"{folder} has no adapter {adapter!r}. Make the model with the adapters of the run.")
+        weights: dict[str, Tensor] = read_weights(file)
+        if not hasattr(model, "get_base_model"):  # a model of transformers to which an adapter was added
+            weights = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
+        expected = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        wrong = [name for name in expected if name not in weights or weights[name].shape != expected[name].shape]
+        if not wrong:
+            unexpected = set_peft_model_state_dict(model, weights, adapter).unexpected_keys
+            wrong = [name for name in unexpected if name not in expected]
+        if wrong:
+            raise StateError(
+                f"The adapter {adapter!r} in {file} differs from that of the model: {_listed(wrong)}. Make the model "
+                "with the same adapter configuration."
+            )
 
 
 def load_weights(model: nn.Module, checkpoint: AnyPath) -> None:
@@ -123,13 +182,17 @@ def _load(model: nn.Module, folder: Path, fingerprints: Fingerprints, index: int
     current = _fingerprints({name: state[name] for name in fingerprints if isinstance(state.get(name), Tensor)})
     changed = [name for name, fingerprint in fingerprints.items() if current.get(name) != fingerprint]
     if changed:
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
         raise StateError(
             f"{folder} holds only the adapters of a model, and the base weights of this model differ from those it was "
-            f"saved with: {', '.join(changed[:_SHOWN])}{more}. Make the model from the same pretrained weights."
+            f"saved with: {_listed(changed)}. Make the model from the same pretrained weights."
         )
     part = Weights(index=index, stateful=model)
     load_module_state(model, {**{name: state[name] for name in fingerprints}, **part.read(folder, StateOptions())})
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _fingerprints(weights: Mapping[str, Tensor]) -> Fingerprints:
