@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
@@ -37,6 +37,20 @@ class Own(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.layers(x) * (1 + 1 / (10 + self.calls))
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise from a generator that the dataset holds."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples, self.rng = samples, np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        features, label = self.samples[index]
+        return features + float(self.rng.normal(scale=0.1)), label
 
 
 class Unfreezes(Modifier):
@@ -68,7 +82,12 @@ def made(output_dir: Path | None = None, **options: Any) -> Trainer:
     }
     args = arguments(**{**defaults, "output_dir": output_dir, **options.pop("args", {})})
     callbacks = [EMA(0.9), Mixup(0.4, num_classes=2), Unfreezes(), Writes()]
-    settings = {"callbacks": callbacks, "eval_dataset": points(16), **options}
+    settings = {
+        "callbacks": callbacks,
+        "train_dataset": Noisy(TensorDataset(*points())),
+        "eval_dataset": points(16),
+        **options,
+    }
     return trainer(args, **{"model": Own(), **settings})
 
 

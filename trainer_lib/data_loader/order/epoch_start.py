@@ -173,9 +173,9 @@ def generators_of_loader(loader: DataLoader[Any]) -> list[Any]:
 
 
 @contextmanager
-def loader_generators_kept(loaders: Iterable[DataLoader[Any]]) -> Generator[None]:
-    """Restore the random generators of loaders and their samplers after the block."""
-    generators = unique([generator for loader in loaders for generator in generators_of_loader(loader)])
+def generators_kept(generators: Iterable[Any]) -> Generator[None]:
+    """Restore random generators after the block."""
+    generators = unique(generators)
     states = [state_of(generator) for generator in generators]
     try:
         yield
@@ -184,7 +184,7 @@ def loader_generators_kept(loaders: Iterable[DataLoader[Any]]) -> Generator[None
             set_state(generator, state)
 
 
-def unique(generators: list[Any]) -> list[Any]:
+def unique(generators: Iterable[Any]) -> list[Any]:
     """Return the generators without repeats."""
     return list({id(generator): generator for generator in generators}.values())
 

@@ -6,8 +6,8 @@ Everything else of the loader is kept: its class, collate function, workers, pin
 import copy
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Self
 from weakref import ref
 
@@ -15,7 +15,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
-from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream, set_state, state_of, unique
+from trainer_lib.data_loader.order.epoch_start import (
+    EpochStart,
+    EpochStream,
+    generators_kept,
+    set_state,
+    state_of,
+    unique,
+)
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_worker_seed
@@ -166,16 +173,9 @@ class Reader(ABC):
             for generator, state in zip(self.sample_generators, states, strict=True):
                 set_state(generator, state)
 
-    @contextmanager
-    def generators_kept(self) -> Generator[None]:
+    def generators_kept(self) -> AbstractContextManager[None]:
         """Return a context after which the generators of the loader, its sampler and its dataset are as before."""
-        generators = unique([*self._generators, *self.sample_generators])
-        before = [state_of(generator) for generator in generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, before, strict=True):
-                set_state(generator, state)
+        return generators_kept([*self._generators, *self.sample_generators])
 
     @property
     def agrees_on_start(self) -> bool:

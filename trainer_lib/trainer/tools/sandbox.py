@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
-from trainer_lib.data_loader.order.epoch_start import loader_generators_kept
+from trainer_lib.data_loader.order.epoch_start import generators_kept, generators_of_dataset, generators_of_loader
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.kept_state import attributes_kept
@@ -95,7 +96,7 @@ def sandbox(
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         stack.enter_context(preserved_generators(accelerator.device))
-        stack.enter_context(loader_generators_kept(_loaders(trainer)))
+        stack.enter_context(generators_kept(_generators(trainer)))
         defaults.prepare_models(trainer)
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
@@ -167,11 +168,17 @@ def _no_schedule(*arguments: Any, **named: Any) -> None:
 # -- the restored state ----------------------------------------------------------------------------------------------
 
 
-def _loaders(trainer: TrainerInterface) -> list[DataLoader[Any]]:
-    """Return the loaders among the trainer's data."""
+def _generators(trainer: TrainerInterface) -> list[Any]:
+    """Return the random generators that the trainer's datasets and loaders hold."""
     data = [trainer.train_dataset, trainer.eval_dataset]
     named = [list(part.values()) if isinstance(part, Mapping) else [part] for part in data]
-    return [loader for part in named for loader in part if isinstance(loader, DataLoader)]
+    found: list[Any] = []
+    for part in chain.from_iterable(named):
+        if isinstance(part, DataLoader):
+            found += [*generators_of_loader(part), *generators_of_dataset(part.dataset)]
+        else:
+            found += generators_of_dataset(part)
+    return found
 
 
 @contextmanager
