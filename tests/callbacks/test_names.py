@@ -13,7 +13,7 @@ import pytest
 import trainer_lib.callbacks
 from trainer_lib import TrainingArguments
 from trainer_lib.events import constructor_names
-from trainer_lib.foundation import foreign_names
+from trainer_lib.foundation import foreign_classes
 from trainer_lib.foundation.errors import SignatureError
 from trainer_lib.trainer.arguments.declaration import settings
 
@@ -27,9 +27,9 @@ def test_all_public_names_can_be_imported() -> None:
 
 
 @pytest.mark.parametrize("package", ["trainer_lib", "trainer_lib.callbacks"])
-@pytest.mark.parametrize("name", foreign_names.INSTEAD)
+@pytest.mark.parametrize("name", foreign_classes.INSTEAD)
 def test_a_class_of_another_library_is_answered_with_ours(name: str, package: str) -> None:
-    instead = foreign_names.INSTEAD[name]
+    instead = foreign_classes.INSTEAD[name]
     with pytest.raises(ImportError) as error:
         __import__(package, fromlist=[name])  # what `from package import name` does first
     assert str(error.value).endswith(f"from {package!r}. Use {instead}.")
