@@ -64,6 +64,8 @@ def main() -> None:
     if options.train is not None:
         train(Path(options.train), options.killed_at)
         return
+    if "RANK" in os.environ:
+        sys.exit("Start this script by python alone: it starts the processes that it kills.")
     root = Path(options.output_dir) / "kill"
     whole = start(root / "undisturbed", 0)
     killed = start(root / "killed", 115)

@@ -10,7 +10,7 @@ def trace(error: str, depth: int = 1) -> str:
 def test_earliest_word_is_the_cause() -> None:
     error = failed(
         [
-            Failure(rank=0, exit_code=1, traceback=trace("RuntimeError: lost 2"), when=20),
+            Failure(rank=0, exit_code=1, traceback=trace("RuntimeError: lost 2."), when=20),
             Failure(rank=2, exit_code=7, traceback=trace("ValueError: first"), when=10),
         ],
         num_processes=3,

@@ -145,4 +145,4 @@ def _briefly(failure: Failure) -> str:
         if before[:1].isspace() and line and not line[0].isspace():
             error = line
     error = error or _error_of(failure.traceback)  # without frames, such as for a script that cannot be read
-    return f"process {failure.rank} raised {textwrap.shorten(error, _LINE, placeholder=' …')}"
+    return f"process {failure.rank} raised {textwrap.shorten(error, _LINE, placeholder=' …').rstrip('.')}"
