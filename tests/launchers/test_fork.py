@@ -209,6 +209,15 @@ def test_output_of_the_processes_is_not_lost(capfd: pytest.CaptureFixture[str]) 
     assert sorted(words) == ["a word from 0", "a word from 0", "a word from 1"]
 
 
+def test_processes_print_into_nothing_where_the_parent_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell() -> int:
+        print("told")
+        return PartialState().process_index
+
+    monkeypatch.setattr(sys, "stdout", None)  # as in a service that has closed it
+    assert run_forked(tell, num_processes=2, timeout=LIMIT) == [0, 1]
+
+
 def test_result_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(ProcessFailedError, match=r"Process 0 of 1 failed with exit code 1\.\n(.|\n)*lambda"):
         run_forked(lambda: lambda: 0, num_processes=1, timeout=LIMIT)

@@ -45,6 +45,7 @@ from trainer_lib.accelerator.construction import check_async_tp
 from trainer_lib.modules.state import module_state
 from trainer_lib.state import AcceleratorState
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
+from trainer_lib.strategies.tensor_parallel.attention_heads import attributes_to_divide
 from trainer_lib.strategies.tensor_parallel.plan import resolve
 from trainer_lib.utils import (
     TorchDynamoPlugin,
@@ -337,6 +338,15 @@ def test_heads_are_divided_where_their_projections_are(
         return model.n_heads, model.n_kv_heads
 
     assert run_world(body, (), 2) == [counts] * 2
+
+
+def test_heads_that_a_script_has_divided_are_left_wherever_the_module_is() -> None:
+    attention = Attends(knows_size=True)
+    modules = dict(nn.ModuleDict({"kv_block": attention}).named_modules())
+    split = {f"kv_block.{part}_proj" for part in "qkv"}
+    assert [key for _, key, _ in attributes_to_divide(modules, split)] == ["n_heads", "n_kv_heads"]
+    attention.n_heads, attention.n_kv_heads = 2, 1
+    assert list(attributes_to_divide(modules, split)) == []
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ UNPREFIXED: dict[str, str] = {
     "before_batch": "on_micro_batch_begin",
     "after_loss": "on_loss",
     "before_backward": "on_loss",
-    "after_backward": "on_micro_batch_end",
+    "after_backward": "on_backward_end",
     "before_step": "on_optimizer_step_begin",
     "after_step": "on_optimizer_step_end",
     "after_batch": "on_micro_batch_end",

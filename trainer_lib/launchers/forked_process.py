@@ -60,7 +60,8 @@ def begin(parent: int, variables: Mapping[str, str], threads: int) -> None:
     torch.set_num_threads(threads)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper):  # a Jupyter kernel's, which sends each part of a print by itself
+        # A Jupyter kernel's sends each part of a print by itself.
+        if stream is not None and not isinstance(stream, io.TextIOWrapper):
             setattr(sys, name, WholeLines(stream))
 
 

@@ -39,14 +39,10 @@ def attributes_to_divide(
         owner = modules[owner_name]
         size = _count(owner, _HEAD_SIZES)
         is_whole = size is None or all(
-            _FUSED.search(name) or _outputs(modules, name) == count * size[1] for name in names
+            _FUSED.search(name.rpartition(".")[2]) or features(modules[name])[1] == count * size[1] for name in names
         )
         if is_whole and all(name in split for name in names):
             yield owner, key, count
-
-
-def _outputs(modules: Mapping[str, nn.Module], name: str) -> int:
-    return features(modules[name])[1]
 
 
 def heads_of(modules: Mapping[str, nn.Module], name: str) -> tuple[str, int] | None:
