@@ -230,8 +230,9 @@ class SaveWatchOnGpu(SaveWatch):
             report(f"{kind} save: blocked", blocked, copied, "copy into the same buffers", "at most 0.05")
         if beside:
             mean = statistics.mean(windows[number] for number in beside)
-            speed = statistics.mean(free[1:]) / mean
-            print(f"{len(beside)} windows beside a write: {mean:.3f} s, {speed:.2f} of the speed (at least 0.97)")
+            print(
+                f"{len(beside)} windows beside a write: {mean:.3f} s, {usual / mean:.2f} of the speed (at least 0.97)"
+            )
 
 
 def _saved_tensors(run: Run) -> dict[str, Tensor]:

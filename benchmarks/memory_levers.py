@@ -108,7 +108,7 @@ def main() -> None:
     print(table)
     if arguments.publish:
         marked = re.compile(r"(<!-- effects -->\n).*(<!-- end of effects -->)", re.DOTALL)
-        PAGE.write_text(marked.sub(f"\\1{table}\n\n{machine.describe()}.\n\\2", PAGE.read_text()))
+        PAGE.write_text(marked.sub(f"\\1\n{table}\n\n{machine.describe()}.\n\n\\2", PAGE.read_text()))
 
 
 def table_of(effects: dict[str, Effect]) -> str:

@@ -50,10 +50,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch what the session leaves behind, and let tests be interrupted.
+    """Watch what the session leaves behind, hide GPUs, and let tests be interrupted.
 
     Its folders are in memory, but not in the long run of faults, where processes are killed while they wait for a disk.
     """
+    wants_gpus = {"gpu", "gpus"} & set(str(config.getoption("markexpr")).split())
+    if torch.cuda.device_count() and not wants_gpus:  # most tests fork; a fork of what has used a GPU cannot train
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for number in _SIGNALS:
         if signal.getsignal(number) is signal.SIG_IGN:  # as in the background, and under nohup or perf
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -46,14 +46,14 @@ BY_NAME = {scenario.name: scenario for scenario in (*SCENARIOS, UPDATING, ACCUMU
 FITTING, FITTING_WITH_BAR, FITTING_IN_WINDOWS = (BY_NAME[name] for name in ("fit", "fit-bar", "fit-accumulation"))
 # The calls of this library's functions for each batch, in every shape of a task; one call more for each update fails.
 LIBRARY_CALLS = {
-    "fit": 96,
-    "fit-callable": 100,
-    "fit-dict": 110,
-    "fit-model-loss": 111,
-    "fit-llama": 120,
-    "fit-folder": 99,
-    "fit-accumulation": 53.8,
-    "fit-callable-accumulation": 57.8,
+    "fit": 94,
+    "fit-callable": 98,
+    "fit-dict": 108,
+    "fit-model-loss": 108,
+    "fit-llama": 118,
+    "fit-folder": 97,
+    "fit-accumulation": 51.8,
+    "fit-callable-accumulation": 55.8,
 }
 ACCUMULATION_MARGIN = 26  # for each batch, beyond the loop by hand, which does next to nothing where no batch updates
 

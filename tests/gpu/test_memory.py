@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tests.gpu.ranks import run_on_gpus
 from tests.gpu.training import train
@@ -71,6 +72,64 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts_with_the_same_numbers() 
         actual, sizes = fitted(per_device_train_batch_size="auto")
     assert sizes
     assert actual == pytest.approx(expected, rel=1e-4)
+
+
+class Scores(nn.Module):
+    """Has outputs that are large beside all else, as those of a language model with a large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 1 << 16)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.last(torch.tanh(self.first(inputs)))
+        return {"loss": cross_entropy(scores, labels), "scores": scores}
+
+
+class PeakOfSteps(Callback):
+    """The most that tensors take in steps after the first two."""
+
+    peak = 0
+
+    def on_step_begin(self, run: Run) -> None:
+        if run.state.step == 2:
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 5:
+            self.peak = torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_fit_takes_the_memory_of_a_loop_by_hand(precision: str) -> None:
+    inputs, labels = points(256)
+    rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
+    clear_device_cache(garbage_collection=True)
+    before = torch.cuda.memory_allocated()
+    callback = PeakOfSteps()
+    args = arguments(use_cpu=False, max_steps=6, per_device_train_batch_size=256, mixed_precision=precision)
+    fit = trainer(args, model=Scores(), train_dataset=rows, loss_fn=None, callbacks=[callback])
+    fit.fit()
+    taken = callback.peak - before
+    fit.accelerator.free_memory()
+    del fit
+    clear_device_cache(garbage_collection=True)
+
+    before = torch.cuda.memory_allocated()
+    model = Scores().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs, labels = inputs.cuda(), labels.cuda()
+    for step in range(4):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(inputs, labels)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert taken <= 1.01 * (torch.cuda.max_memory_allocated() - before)
 
 
 def test_an_out_of_memory_error_leaves_a_snapshot_with_the_lines_that_allocated(tmp_path: Path) -> None:

@@ -25,14 +25,15 @@ class TrueBfloat16(Autocast):
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Let the model's own forward take its floating inputs in bfloat16 and return fp32."""
-        forwards.wrap_forward(model, _in_bfloat16)
+        forwards.wrap_forward(model, functools.partial(_in_bfloat16, self))
 
 
-def _in_bfloat16(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_bfloat16(precision: TrueBfloat16, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(_as_bfloat16, (args, kwargs))
-        return convert_to_fp32(original(self, *args, **kwargs))
+        outputs = original(self, *args, **kwargs)
+        return convert_to_fp32(outputs) if precision.converts_outputs else outputs
 
     return forward
 

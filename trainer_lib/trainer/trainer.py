@@ -351,11 +351,22 @@ class Trainer(ToolMethods, PublishMethods):
 
     @overridable
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
-        """Compute the gradients of a batch. An override that steps optimizers itself returns `None` and logs itself."""
-        loss = self.parts.loss
-        result = loss.checked(self.compute_loss(model, batch))
-        if "on_loss" in self.events.handlers:
-            result = loss.changed(loss.as_result(result, batch))
+        """Compute the gradients of a batch. An override that steps optimizers itself returns `None` and logs itself.
+
+        The result has the model's outputs where an override or a callback can see them. Otherwise their memory is free
+        during the backward.
+        """
+        loss, handlers = self.parts.loss, self.events.handlers
+        is_overridden = getattr(self.training_step, "__func__", None) is not Trainer.training_step
+        keeps_outputs = is_overridden or "on_loss" in handlers or "on_micro_batch_end" in handlers
+        if keeps_outputs or getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
+            result = loss.checked(self.compute_loss(model, batch))
+            if not keeps_outputs:
+                result = result._replace(outputs=None)
+            elif "on_loss" in handlers:
+                result = loss.changed(loss.as_result(result, batch))
+        else:
+            result = loss.by_default(model, batch, keeps_outputs=False)
         if result.weight is not None:
             self.backward(result.loss, result.weight)
             return result

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from tests.trainer.losses.test_objectives import Dividing
 from trainer_lib.data_loader import prepare_data_loader
 from trainer_lib.data_loader.host_values import host_value, send_remembered
+from trainer_lib.precision.base import FullPrecision
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import count_valid, summed
 from trainer_lib.trainer.losses.model_io import count_items, count_tokens
@@ -101,7 +102,7 @@ def test_a_model_gets_the_number_of_items_on_the_device_of_its_batch() -> None:
     """From the host, it would be copied, and waited for, in each step."""
     model = Dividing().to("meta")
     batch = send_remembered({"inputs": torch.ones(3, 6), "labels": torch.tensor([0, -100, 2])}, "meta")
-    result = ModelLoss(model, count_items)(model, batch)
+    result = ModelLoss(model, count_items, FullPrecision())(model, batch)
     assert result.weight == 2.0
     assert model.given[-1].is_meta
 

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points
 from trainer_lib import ConfigurationError, LossResult, Trainer
+from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.loss_result import summed
@@ -49,7 +50,7 @@ class Ignoring(Dividing):
 
 
 def model_loss(model: nn.Module) -> ModelLoss:
-    return ModelLoss(model, count_items)
+    return ModelLoss(model, count_items, FullPrecision())
 
 
 def loss_sum(objective: ModelLoss, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

@@ -74,9 +74,9 @@ class BatchLoss:
         """Whether a subclass overrides `training_step`."""
         return is_overridden(type(self._trainer), "training_step")
 
-    def by_default(self, model: Any, batch: Any) -> LossResult:
+    def by_default(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch as computed unless a subclass overrides `compute_loss`."""
-        return (self._objective or self._made_objective())(model, batch)
+        return (self._objective or self._made_objective())(model, batch, keeps_outputs)
 
     def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and the loss by default if the batch allows it."""
@@ -159,7 +159,7 @@ class BatchLoss:
         bare, label_names = trainer.unwrapped_model, trainer.args.label_names
         check = MeanCheck(bare, trainer.num_items, label_names, self._needs_mean_check)
         if trainer.loss_fn is None:
-            self._objective = ModelLoss(bare, trainer.num_items, check)
+            self._objective = ModelLoss(bare, trainer.num_items, trainer.accelerator.precision, check)
             return self._objective
         if isinstance(trainer.loss_fn, nn.Module):
             trainer.loss_fn.to(trainer.accelerator.device)

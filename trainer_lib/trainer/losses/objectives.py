@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import find_device
 from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight, ignored_label, summed
@@ -29,13 +30,14 @@ from trainer_lib.trainer.losses.model_io import (
 )
 
 CountItems = Callable[[Any], Weight]
+_HALF = torch.float16, torch.bfloat16
 
 
 class Objective(Protocol):
     """Computes a model's loss on a batch."""
 
-    def __call__(self, model: Any, batch: Any) -> LossResult:
-        """Return the loss of a batch."""
+    def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
+        """Return the loss of a batch; outputs that are not kept are freed before the backward."""
         ...
 
     def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
@@ -74,7 +76,7 @@ class LossFunction:
         self._summed = summed(loss_fn)
         self._is_checked = self._has_compared = False
 
-    def __call__(self, model: Any, batch: Any) -> LossResult:
+    def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch."""
         inputs, targets = split(batch, self._label_names)
         if not self._is_checked:
@@ -90,18 +92,19 @@ class LossFunction:
                 if is_out_of_memory(error):
                     raise
                 raise comparison_error(error, self._name, predictions, targets) from error
-            return LossResult(loss, weight, outputs)
+            return LossResult(loss, weight, outputs if keeps_outputs else None)
         if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_function(self._loss_fn, self._mean, self._name, (batch, outputs, targets))
         if self._count is None:
             loss, weight = self._loss_fn(outputs, targets), None
         else:
             loss, weight = self._per_item(self._count, batch, outputs, targets)
+        kept = outputs if keeps_outputs else None
         if isinstance(loss, LossResult):
-            return loss if loss.outputs is not None else loss._replace(outputs=outputs)
+            return loss if loss.outputs is not None else loss._replace(outputs=kept)
         if not is_scalar(loss):
             check_loss(loss, "loss_fn")
-        return LossResult(loss if weight is None else sum_from_mean(loss, weight), weight, outputs)
+        return LossResult(loss if weight is None else sum_from_mean(loss, weight), weight, kept)
 
     def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and the loss if there are targets."""
@@ -153,26 +156,40 @@ class ModelLoss:
     Args:
         bare: The user's model.
         count: Counts the items of a batch.
+        precision: The precision that the model is prepared for.
         check_mean: Warns if the loss is not a mean over items.
     """
 
-    def __init__(self, bare: nn.Module, count: CountItems, check_mean: MeanCheck | None = None) -> None:
-        self._bare, self._count, self._check_mean = bare, count, check_mean
+    def __init__(
+        self, bare: nn.Module, count: CountItems, precision: FullPrecision, check_mean: MeanCheck | None = None
+    ) -> None:
+        self._bare, self._count, self._precision, self._check_mean = bare, count, precision, check_mean
         self._is_checked = False
         self._device: torch.device | None = None  # of batches
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
 
-    def __call__(self, model: Any, batch: Any) -> LossResult:
+    def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch.
 
         Raises:
             ConfigurationError: If the model returns no loss.
         """
-        outputs, result = self.evaluate(model, batch)
-        return _no_loss(outputs) if result is None else result
+        self._precision.converts_outputs = keeps_outputs  # the logits of a language model take long and much memory
+        try:
+            outputs, loss, weight = self._run(model, batch)
+        finally:
+            self._precision.converts_outputs = True
+        if loss is None:
+            _no_loss(outputs)
+        return LossResult(loss, weight, outputs if keeps_outputs else None)
 
     def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and its loss if there is one."""
+        outputs, loss, weight = self._run(model, batch)
+        return outputs, None if loss is None else LossResult(loss, weight, outputs)
+
+    def _run(self, model: Any, batch: Any) -> tuple[Any, Tensor | None, Weight | None]:
+        """Return the outputs of a model, and its loss with the weight if that is known."""
         if not self._is_checked:
             check_names(self._bare, batch)
             check_values(self._bare, batch, has_loss_fn=False)
@@ -183,19 +200,17 @@ class ModelLoss:
             self._check_mean.check_model(self._plain_loss, batch)
         if self._divides is False or not torch.is_grad_enabled():
             outputs = call_model(model, batch)
-            return outputs, _mean(outputs)
+            return outputs, _loss_of(outputs), None
         weight = self._count(batch)
         items = _items(weight, self._device)
         items.requires_grad_(self._divides is None)  # until it is known whether the loss depends on it
         outputs = call_model(model, batch, num_items_in_batch=items)
         loss = _loss_of(outputs)
         if loss is None:
-            return outputs, None
+            return outputs, None, None
         if self._divides is None:
             self._divides = _depends(loss, items)
-            if not self._divides:
-                return outputs, _mean(outputs)
-        return outputs, LossResult(loss * items.detach(), weight, outputs)
+        return (outputs, loss * items.detach(), weight) if self._divides else (outputs, loss, None)
 
     def describe(self) -> str:
         """Return a short text that names the items the loss averages over."""
@@ -234,7 +249,7 @@ def _loss_of(outputs: Any) -> Tensor | None:
     loss: Any = loss_of(outputs)
     if loss is not None and not is_scalar(loss):
         check_loss(loss, "The model")
-    return loss
+    return loss.float() if loss is not None and loss.dtype in _HALF else loss
 
 
 def _items(weight: Weight, device: torch.device | None) -> Tensor:
@@ -242,11 +257,6 @@ def _items(weight: Weight, device: torch.device | None) -> Tensor:
     if isinstance(weight, Tensor):
         return weight.to(torch.float32).clamp(min=1)
     return torch.full((), max(weight, 1.0), dtype=torch.float32, device=device)
-
-
-def _mean(outputs: Any) -> LossResult | None:
-    loss = _loss_of(outputs)
-    return None if loss is None else LossResult(loss, None, outputs)
 
 
 def _no_loss(outputs: Any) -> NoReturn:
