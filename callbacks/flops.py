@@ -1,6 +1,6 @@
 """FLOP counting: teraflops per second and model FLOPs utilization (MFU)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,7 @@ class Flops(Callback):
     """
 
     order = -100  # before the callbacks that show the log
+    reads_outputs: ClassVar[bool] = False
 
     def __init__(self, peak: float | None = None) -> None:
         if peak is not None and (isinstance(peak, bool) or not isinstance(peak, (int, float)) or not peak > 0):  # pyright: ignore[reportUnnecessaryIsInstance]

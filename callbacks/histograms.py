@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class Histograms(Callback):
     Example:
         >>> histograms = Histograms("1000 steps", of=["gradients"], only=["*.attention.*"])
     """
+
+    reads_outputs: ClassVar[bool] = False
 
     def __init__(
         self, every: Any = "500 steps", of: Sequence[str] = _KINDS, only: str | Sequence[str] = "*", bins: int = 30

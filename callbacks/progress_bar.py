@@ -35,6 +35,7 @@ class ProgressBar(Callback):
 
     order = 100  # after the callbacks that add values to the log
     is_display: ClassVar[bool] = True
+    reads_outputs: ClassVar[bool] = False
 
     def __init__(self, file: TextIO | None = None, seconds_per_line: float = 30.0) -> None:
         self._file, self._seconds_per_line = file, seconds_per_line

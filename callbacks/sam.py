@@ -33,6 +33,7 @@ class SAM(Modifier):
     radius: float
 
     order = -50  # before gradients are clipped
+    reads_outputs: ClassVar[bool] = False
     supports_batch_splitting: ClassVar[bool] = False  # it computes each batch twice
 
     def __init__(self, radius: float = 0.05, adaptive: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class Throughput(Callback):
     """
 
     order = -100  # before the callbacks that show the log
+    reads_outputs: ClassVar[bool] = False
 
     def __init__(
         self, tokens: Callable[[Any], float | Tensor] | None = None, per_device: bool = False, fill: bool = False

@@ -45,6 +45,8 @@ class Callback:
         saves_memory: Whether parts of the run need less memory with it than the rest; the batch-size finder trains
             without it.
         runs_in_sandbox: Whether tools such as the learning-rate finder train with a copy of it, if it is a `Modifier`.
+        reads_outputs: Whether its methods read `run.outputs`; where none do, outputs are freed early. It holds for the
+            class that declares it, not for classes derived from it.
         changes_weights: Whether a callback that may change training changes weights other than by gradients, before the
             next update; background saves then copy all weights before training continues.
 
@@ -67,6 +69,7 @@ class Callback:
     supports_batch_splitting: ClassVar[bool] = True
     saves_memory: ClassVar[bool] = False
     runs_in_sandbox: ClassVar[bool] = True
+    reads_outputs: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = True
 
     # Runs before __init__, which would raise a TypeError for an unknown name and could not suggest a known one.

@@ -24,12 +24,14 @@ class Dispatcher:
     Attributes:
         handlers: For each event with listeners, the callbacks and their methods, in the order of the calls. The same
             dict as long as the dispatcher lives: you can keep it.
+        outputs_readers: The events in which a callback may read `run.outputs`.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks: list[Callback] = []
         self._keys: dict[int, str] = {}
         self.handlers: dict[str, list[tuple[Callback, Handler]]] = {}
+        self.outputs_readers: set[str] = set()
         for callback in callbacks:
             self.add(callback)
 
@@ -143,10 +145,15 @@ class Dispatcher:
     def _bind_handlers(self) -> None:
         # One list per event that has listeners. New lists, since a callback may be removed while an event is fired.
         self.handlers.clear()
+        self.outputs_readers.clear()
         for callback in self._callbacks:
+            # Of its own class: a class derived from one that reads none may read them.
+            reads_outputs = vars(type(callback)).get("reads_outputs", True)
             for event in EVENTS:
                 if overrides(callback, event):
                     self.handlers.setdefault(event, []).append((callback, getattr(callback, event)))
+                    if reads_outputs:
+                        self.outputs_readers.add(event)
 
     def _switch_off(self, callback: Callback, where: str, error: Exception) -> None:
         name = self._keys.get(id(callback), type(callback).__name__)  # this event may have removed it

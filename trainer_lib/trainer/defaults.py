@@ -228,8 +228,10 @@ def _num_workers(trainer: TrainerInterface, dataset: Any, batch_size: int) -> in
     return parts.worker_count.workers
 
 
-def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationOutput:
-    """Return loss, predictions and labels of a batch."""
+def evaluation_output(
+    trainer: TrainerInterface, model: Any, batch: Any, keeps_outputs: bool = True
+) -> EvaluationOutput:
+    """Return loss, predictions and labels of a batch; predictions that are not kept are freed, or never converted."""
     if trainer.args.predict_with_generate:
         return _generated(trainer, model, batch)
     labels = targets_of(batch, trainer.args.label_names)
@@ -238,7 +240,7 @@ def evaluation_output(trainer: TrainerInterface, model: Any, batch: Any) -> Eval
         with trainer.parts.means.left_out():  # what it logs are means over training batches
             value = trainer.compute_loss(model, batch)
     else:
-        outputs, value = loss.evaluate(model, batch)
+        outputs, value = loss.evaluate(model, batch, keeps_outputs)
         if value is None:  # nothing to compare with
             return EvaluationOutput(
                 predictions=predictions_of(outputs), labels=labels, ignored_label=loss.ignored_label

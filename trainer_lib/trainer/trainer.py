@@ -356,17 +356,17 @@ class Trainer(ToolMethods, PublishMethods):
         The result has the model's outputs where an override or a callback can see them. Otherwise their memory is free
         during the backward.
         """
-        loss, handlers = self.parts.loss, self.events.handlers
+        loss, readers = self.parts.loss, self.events.outputs_readers
         is_overridden = getattr(self.training_step, "__func__", None) is not Trainer.training_step
-        keeps_outputs = is_overridden or "on_loss" in handlers or "on_micro_batch_end" in handlers
+        keeps_outputs = is_overridden or "on_loss" in readers or "on_micro_batch_end" in readers
         if keeps_outputs or getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
             result = loss.checked(self.compute_loss(model, batch))
             if not keeps_outputs:
                 result = result._replace(outputs=None)
-            elif "on_loss" in handlers:
-                result = loss.changed(loss.as_result(result, batch))
         else:
             result = loss.by_default(model, batch, keeps_outputs=False)
+        if "on_loss" in self.events.handlers:
+            result = loss.changed(loss.as_result(result, batch))
         if result.weight is not None:
             self.backward(result.loss, result.weight)
             return result

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.tasks import arguments
 from trainer_lib import LossResult, Trainer
-from trainer_lib.events import Callback, Run
+from trainer_lib.events import Callback, Dispatcher, Run
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
+from trainer_lib.utils import TorchDynamoPlugin
 
 CLASSES = 5
 ROWS = [{"inputs": row, "labels": torch.tensor(1)} for row in torch.randn(8, 3, generator=torch.Generator())]
@@ -175,6 +178,129 @@ def test_logits_become_fp32_only_where_somebody_sees_them(precision: str) -> Non
         counts.append(counter.count)
     assert counts == [0, 2]
     assert set(dtypes) == {torch.float32}
+
+
+class Evaluated(Classifier):
+    """Remembers in each forward without gradients whether the outputs of the one before are still in memory."""
+
+    def __init__(self, has_loss: bool) -> None:
+        super().__init__(has_loss)
+        self._outputs: Any = lambda: None
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        if not torch.is_grad_enabled():
+            self.kept.append(self._outputs() is not None)
+        return super().forward(inputs, labels)
+
+
+class SeesEvaluations(SeesOutputs):
+    """Sees the predictions of each batch."""
+
+    def on_evaluate_batch_end(self, run: Run) -> None:
+        self.see(run)
+
+
+class ShowsBatches(Callback):
+    """Listens to each batch, and looks at no outputs."""
+
+    reads_outputs = False
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_evaluate_batch_end(self, run: Run) -> None:
+        self.outputs.append(run.outputs)
+
+
+class ShowsOutputs(ShowsBatches):
+    """Derived from one that reads none, and reads them."""
+
+
+def evaluated(model: Any, callbacks: Sequence[Callback] = (), **options: Any) -> dict[str, float]:
+    args = arguments(per_device_eval_batch_size=4, mixed_precision=options.pop("precision", "no"))
+    loss_fn = None if getattr(model, "has_loss", True) else cross_entropy
+    return Trainer(model, args, loss_fn=loss_fn, callbacks=callbacks, **options).evaluate(ROWS)
+
+
+@pytest.mark.parametrize("options", [{}, {"metrics": "accuracy"}, {"callbacks": [SeesEvaluations()]}])
+@pytest.mark.parametrize("has_loss", [True, False])
+def test_outputs_of_an_evaluation_are_freed_before_the_next_batch(has_loss: bool, options: dict[str, Any]) -> None:
+    model = Evaluated(has_loss)
+    evaluated(model, **options)
+    assert model.kept == [False, False]
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_predictions_are_freed_before_the_next_batch(has_labels: bool) -> None:
+    model = Evaluated(has_loss=True)
+    rows = ROWS if has_labels else [{"inputs": row["inputs"]} for row in ROWS]
+    predictions = Trainer(model, arguments(per_device_eval_batch_size=4)).predict(rows).predictions
+    assert predictions.shape == (8, CLASSES)
+    assert model.kept == [False, False]
+
+
+def test_callbacks_see_predictions_of_an_evaluation() -> None:
+    callback, shows, derived = SeesEvaluations(), ShowsBatches(), ShowsOutputs()
+    evaluated(Classifier(has_loss=True), [callback])
+    assert callback.shapes == [(4, CLASSES), (4, CLASSES)]
+    evaluated(Classifier(has_loss=True), [shows])
+    assert shows.outputs == [None, None]
+    evaluated(Classifier(has_loss=True), [derived])
+    assert [outputs.shape for outputs in derived.outputs] == [(4, CLASSES), (4, CLASSES)]
+
+
+def test_outputs_are_freed_again_once_their_reader_is_gone() -> None:
+    dispatcher = Dispatcher([AtTheLoss(), ShowsBatches()])
+    assert dispatcher.outputs_readers == {"on_loss"}
+    dispatcher.remove(AtTheLoss)
+    assert dispatcher.outputs_readers == set()
+
+
+def test_an_own_evaluation_step_is_called_where_only_the_loss_is_measured() -> None:
+    class Twice(Trainer):
+        def evaluation_step(self, model: Any, batch: Any) -> EvaluationOutput:
+            output = super().evaluation_step(model, batch)
+            assert output.predictions.shape == (4, CLASSES)
+            assert output.loss_sum is not None
+            return replace(output, loss_sum=2 * output.loss_sum)
+
+    (once, twice) = (
+        kind(Classifier(has_loss=True), arguments(per_device_eval_batch_size=4)).evaluate(ROWS)["eval_loss"]
+        for kind in (Trainer, Twice)
+    )
+    assert twice == pytest.approx(2 * once)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_compiles_once_whether_predictions_are_seen_or_not() -> None:
+    graphs: list[bool] = []
+
+    def count(graph: Any, inputs: list[Tensor]) -> Any:
+        del inputs
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    plugin = TorchDynamoPlugin(backend=count)
+    args = arguments(max_steps=2, per_device_train_batch_size=4, mixed_precision="bf16", compile=plugin)
+    trainer = Trainer(LossOfHalves(), args, train_dataset=ROWS)
+    trainer.fit()
+    trainer.evaluate(ROWS)
+    trainer.predict(ROWS)
+    assert graphs == [True, False]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_predictions_become_fp32_only_where_somebody_sees_them(precision: str) -> None:
+    """The loss is the same, to the bit."""
+    found: list[tuple[int, float]] = []
+    cases: list[dict[str, Any]] = [{}, {"callbacks": [ShowsBatches()]}, {"metrics": "accuracy"}]
+    for options in (*cases, {"callbacks": [SeesEvaluations()]}):
+        torch.manual_seed(0)
+        with CountsConversions() as counter:
+            metrics = evaluated(LossOfHalves(), precision=precision, **options)
+        found.append((counter.count, metrics["eval_loss"]))
+    assert [count for count, _ in found] == [0, 0, 2, 2]
+    assert len({loss for _, loss in found}) == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])

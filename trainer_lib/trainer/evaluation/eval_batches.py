@@ -26,18 +26,30 @@ class EvalBatches:
     Args:
         dispatcher: The callbacks.
         step: Returns an `EvaluationOutput` for a model and a batch.
+        step_of_loss: Returns one without predictions.
         in_lockstep: Whether all ranks must make the same number of steps.
         compiled: How a compiled model runs a batch.
     """
 
-    def __init__(self, dispatcher: Dispatcher, step: Step, in_lockstep: bool, compiled: CompiledBatches) -> None:
-        self._dispatcher, self._step, self._in_lockstep, self._compiled = dispatcher, step, in_lockstep, compiled
+    def __init__(
+        self, dispatcher: Dispatcher, step: Step, step_of_loss: Step, in_lockstep: bool, compiled: CompiledBatches
+    ) -> None:
+        self._dispatcher, self._in_lockstep, self._compiled = dispatcher, in_lockstep, compiled
+        self._whole_step, self._step_of_loss = step, step_of_loss
+        self._step = step
         self.is_interrupted = False  # whether the last set was left before its end
         self._current: tuple[Any, PreparedLoader | None] = None, None  # the current batch, and what reads it
         self._fits: int | None = None  # the rows that fit into memory at once; None: all batches fit so far
 
     def outputs(
-        self, run: Run, model: Any, loader: PreparedLoader, limit: int | None, event: str, set_label: str
+        self,
+        run: Run,
+        model: Any,
+        loader: PreparedLoader,
+        limit: int | None,
+        event: str,
+        set_label: str,
+        needs_predictions: bool = True,
     ) -> Iterator[list[EvaluationOutput]]:
         """Yield the step's outputs of each batch: one, or several parts if the batch did not fit into memory.
 
@@ -45,6 +57,9 @@ class EvalBatches:
         """
         begin, end = f"{event}_batch_begin", f"{event}_batch_end"
         begins, ends = self._dispatcher.listens(begin), self._dispatcher.listens(end)
+        # A compiled model would compile once more for outputs that nobody sees.
+        is_seen = needs_predictions or end in self._dispatcher.outputs_readers or self._compiled.compiles
+        self._step = self._whole_step if is_seen else self._step_of_loss
         models = [model] if isinstance(model, nn.Module) else list(model.values())
         for number, batch in enumerate(self._real(run, model, loader, limit), 1):
             run.batch = batch
@@ -63,6 +78,8 @@ class EvalBatches:
                 _publish(run, parts)
                 self._dispatcher.fire(end, run)
             yield parts
+            run.outputs = None
+            parts.clear()  # the next batch needs its memory
 
     def _real(self, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
         """Yield this rank's batches without repeated samples, until the run is asked to end."""

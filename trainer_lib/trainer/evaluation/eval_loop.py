@@ -74,13 +74,16 @@ class Evaluator:
         dispatcher: The callbacks.
         step: Returns an `EvaluationOutput` for a model and a batch. It runs without gradients. Ranks may have different
             numbers of batches, so it must not communicate.
+        step_of_loss: Does so without predictions, where nobody sees them. By default `step`.
     """
 
-    def __init__(self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step) -> None:
+    def __init__(
+        self, accelerator: "Accelerator", dispatcher: Dispatcher, step: Step, step_of_loss: Step | None = None
+    ) -> None:
         self._accelerator, self._dispatcher = accelerator, dispatcher
         in_lockstep = accelerator.strategy.is_in_lockstep
         compiled = CompiledBatches(accelerator.state.dynamo_plugin)
-        self._batches = EvalBatches(dispatcher, step, in_lockstep, compiled)
+        self._batches = EvalBatches(dispatcher, step, step_of_loss or step, in_lockstep, compiled)
 
     def prepared(self, loader: DataLoader[Any]) -> PreparedLoader:
         """Return a loader that is sharded across ranks and not saved in checkpoints."""
@@ -113,7 +116,13 @@ class Evaluator:
                 batches = self._length(eval_set.loader, eval_set.limit)
                 self._dispatcher.fire("on_evaluate_set_begin", run, name, batches)
                 outputs = self._batches.outputs(
-                    run, evaluated, eval_set.loader, eval_set.limit, "on_evaluate", _set_label(name)
+                    run,
+                    evaluated,
+                    eval_set.loader,
+                    eval_set.limit,
+                    "on_evaluate",
+                    _set_label(name),
+                    needs_predictions=len(measured[name]) > 1,  # more than the loss
                 )
                 values = self._measure(name, outputs, measured[name], eval_set.order)
                 of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
@@ -205,6 +214,7 @@ class Evaluator:
                 for metric in local:
                     with _naming(metric, name, batches, part):
                         metric.update(part)
+                del part  # the next batch needs the memory of its predictions
             gatherer.add(parts)
         is_interrupted = self._batches.is_interrupted
         gatherer.close(is_interrupted)

@@ -63,6 +63,7 @@ class AdaptedCallback(Modifier):
     key: str | None
 
     runs_in_sandbox: ClassVar[bool] = False  # what it does is unknown, and most only observe
+    reads_outputs: ClassVar[bool] = False  # callbacks of transformers are given none
 
     def __init__(self, callback: Any) -> None:
         from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl
@@ -205,6 +206,7 @@ class IntegrationCallback(AdaptedCallback):
     """An adapter for transformers' integrations, which only report: one that raises is switched off."""
 
     may_change_training: ClassVar[bool] = False
+    reads_outputs: ClassVar[bool] = False
 
 
 def _is_integration(kind: type) -> bool:

@@ -78,9 +78,9 @@ class BatchLoss:
         """Return the loss of a batch as computed unless a subclass overrides `compute_loss`."""
         return (self._objective or self._made_objective())(model, batch, keeps_outputs)
 
-    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+    def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and the loss by default if the batch allows it."""
-        return (self._objective or self._made_objective()).evaluate(model, batch)
+        return (self._objective or self._made_objective()).evaluate(model, batch, keeps_outputs)
 
     def computed(self, model: Any, batch: Any) -> LossResult:
         """Return the loss of a batch as `compute_loss` returns it."""

@@ -40,8 +40,8 @@ class Objective(Protocol):
         """Return the loss of a batch; outputs that are not kept are freed before the backward."""
         ...
 
-    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
-        """Return the outputs of a model, and the loss if the batch allows it."""
+    def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and the loss if the batch allows it, with the outputs if they are kept."""
         ...
 
     def describe(self) -> str:
@@ -106,12 +106,12 @@ class LossFunction:
             check_loss(loss, "loss_fn")
         return LossResult(loss if weight is None else sum_from_mean(loss, weight), weight, kept)
 
-    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
+    def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and the loss if there are targets."""
         if targets_of(batch, self._label_names) is None:
             self._check(batch)
             return call_model(model, batch), None
-        result = self(model, batch)
+        result = self(model, batch, keeps_outputs)
         return result.outputs, result
 
     def describe(self) -> str:
@@ -174,19 +174,17 @@ class ModelLoss:
         Raises:
             ConfigurationError: If the model returns no loss.
         """
+        outputs, result = self.evaluate(model, batch, keeps_outputs)
+        return _no_loss(outputs) if result is None else result
+
+    def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
+        """Return the outputs of a model, and its loss if there is one."""
         self._precision.converts_outputs = keeps_outputs  # the logits of a language model take long and much memory
         try:
             outputs, loss, weight = self._run(model, batch)
         finally:
             self._precision.converts_outputs = True
-        if loss is None:
-            _no_loss(outputs)
-        return LossResult(loss, weight, outputs if keeps_outputs else None)
-
-    def evaluate(self, model: Any, batch: Any) -> tuple[Any, LossResult | None]:
-        """Return the outputs of a model, and its loss if there is one."""
-        outputs, loss, weight = self._run(model, batch)
-        return outputs, None if loss is None else LossResult(loss, weight, outputs)
+        return outputs, None if loss is None else LossResult(loss, weight, outputs if keeps_outputs else None)
 
     def _run(self, model: Any, batch: Any) -> tuple[Any, Tensor | None, Weight | None]:
         """Return the outputs of a model, and its loss with the weight if that is known."""
