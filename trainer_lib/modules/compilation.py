@@ -99,6 +99,10 @@ def _compiled_call(**compile_kwargs: Any) -> Callable[..., Any]:
     # isolate_recompiles: torch counts compilations per code object, and silently stops compiling after 8. Models
     # share code objects, for example the forward of mixed precision.
     arguments: dict[str, Any] = {"isolate_recompiles": True, **compile_kwargs}
+    if arguments.get("backend", "inductor") == "inductor":
+        from trainer_lib.processes.compile_workers import keep_compile_workers
+
+        keep_compile_workers()
     return torch.compile(nn.Module._call_impl, **arguments)
 
 
