@@ -152,7 +152,7 @@ class Dispatcher:
             for event in EVENTS:
                 if overrides(callback, event):
                     self.handlers.setdefault(event, []).append((callback, getattr(callback, event)))
-                    if reads_outputs:
+                    if reads_outputs or event in vars(callback):  # a method set on the object is not of its class
                         self.outputs_readers.add(event)
 
     def _switch_off(self, callback: Callback, where: str, error: Exception) -> None:

@@ -53,7 +53,7 @@ def _under(precision: Autocast, options: AutocastKwargs, original: Callable[...,
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with precision.autocast(options):
             outputs = original(self, *args, **kwargs)
-        return convert_to_fp32(outputs) if precision.converts_outputs else outputs
+        return outputs if precision.unconverted is self else convert_to_fp32(outputs)
 
     return forward
 

@@ -21,7 +21,7 @@ class FullPrecision:
     scaler: Any = None
     fp8_backend: Any = None
     uses_autocast: bool = False
-    converts_outputs: bool = True  # of prepared models to fp32; who takes their loss alone does without
+    unconverted: nn.Module | None = None  # the model whose 16-bit outputs stay so, while only its loss is used
 
     def check(self, model: nn.Module) -> None:
         """Raise if `model` cannot be trained in this precision."""

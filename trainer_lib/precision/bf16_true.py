@@ -33,7 +33,7 @@ def _in_bfloat16(precision: TrueBfloat16, original: Callable[..., Any]) -> Calla
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(_as_bfloat16, (args, kwargs))
         outputs = original(self, *args, **kwargs)
-        return convert_to_fp32(outputs) if precision.converts_outputs else outputs
+        return outputs if precision.unconverted is self else convert_to_fp32(outputs)
 
     return forward
 

@@ -1,15 +1,18 @@
-"""The methods of a trainer that a subclass may override, and whether it does."""
+"""The methods of a trainer that a subclass may override, and whether it does.
+
+`DEFAULTS` has them as they were declared, also where `Trainer` itself is patched later.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_DEFAULTS: dict[str, Callable[..., Any]] = {}
+DEFAULTS: dict[str, Callable[..., Any]] = {}
 
 
 def overridable(method: _Method) -> _Method:
     """Declare a method of the Trainer that subclasses may override."""
-    _DEFAULTS[method.__name__] = method
+    DEFAULTS[method.__name__] = method
     return method
 
 
@@ -23,4 +26,4 @@ def is_overridden(kind: type, name: str) -> bool:
         >>> is_overridden(Regression, "compute_loss"), is_overridden(Regression, "training_step")
         (True, False)
     """
-    return getattr(kind, name) is not _DEFAULTS[name]
+    return getattr(kind, name) is not DEFAULTS[name]

@@ -29,7 +29,7 @@ from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.model_io import count_items
 from trainer_lib.trainer.metrics.measures import measures_by_set
 from trainer_lib.trainer.metrics.running_means import RunningMeans
-from trainer_lib.trainer.overridable import overridable
+from trainer_lib.trainer.overridable import DEFAULTS, overridable
 from trainer_lib.trainer.publish.publish_methods import PublishMethods
 from trainer_lib.trainer.publish.save_pretrained import read_arguments
 from trainer_lib.trainer.safety.deadline import AUTO
@@ -357,9 +357,9 @@ class Trainer(ToolMethods, PublishMethods):
         during the backward.
         """
         loss, readers = self.parts.loss, self.events.outputs_readers
-        is_overridden = getattr(self.training_step, "__func__", None) is not Trainer.training_step
+        is_overridden = getattr(self.training_step, "__func__", None) is not DEFAULTS["training_step"]
         keeps_outputs = is_overridden or "on_loss" in readers or "on_micro_batch_end" in readers
-        if keeps_outputs or getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss:
+        if keeps_outputs or getattr(self.compute_loss, "__func__", None) is not DEFAULTS["compute_loss"]:
             result = loss.checked(self.compute_loss(model, batch))
             if not keeps_outputs:
                 result = result._replace(outputs=None)

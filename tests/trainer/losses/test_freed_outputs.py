@@ -116,6 +116,54 @@ def test_outputs_that_compute_loss_returns_are_freed_too() -> None:
     assert model.kept == [False, False]
 
 
+def test_outputs_that_a_loss_function_returns_are_freed_too() -> None:
+    def loss_fn(logits: Tensor, labels: Tensor) -> LossResult:
+        return LossResult(cross_entropy(logits, labels, reduction="sum"), len(labels), {"logits": logits})
+
+    model, callback = Classifier(has_loss=False), AfterTheBackward()
+    for callbacks in ([], [callback]):
+        trainer = Trainer(model, arguments(max_steps=1), train_dataset=ROWS, loss_fn=loss_fn, callbacks=callbacks)
+        trainer.fit()
+    assert model.kept == [False, True]
+    assert len(callback.shapes) == 1
+
+
+def test_a_compute_loss_put_on_the_class_trainer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = Trainer.compute_loss, list[torch.dtype]()
+
+    def compute_loss(self: Trainer, model: Any, batch: Any) -> Any:
+        result = original(self, model, batch)
+        assert isinstance(result, LossResult)
+        seen.append(result.outputs["logits"].dtype)
+        return result
+
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+    fitted(Classifier(has_loss=True), args={"mixed_precision": "bf16"})
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_a_training_step_put_on_the_class_trainer_sees_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, shapes = Trainer.training_step, list[Sequence[int]]()
+
+    def training_step(self: Trainer, model: Any, batch: Any) -> LossResult | None:
+        result = original(self, model, batch)
+        assert result is not None
+        shapes.append(result.outputs["logits"].shape)
+        return result
+
+    monkeypatch.setattr(Trainer, "training_step", training_step)
+    fitted(Classifier(has_loss=True))
+    assert shapes == [(4, CLASSES), (4, CLASSES)]
+
+
+@pytest.mark.parametrize("event", ["on_loss", "on_micro_batch_end"])
+def test_a_method_set_on_a_callback_that_reads_no_outputs_sees_them(event: str) -> None:
+    callback, sees = ShowsBatches(), SeesOutputs()
+    setattr(callback, event, sees.see)
+    fitted(Classifier(has_loss=True), callbacks=[callback])
+    assert sees.shapes == [(4, CLASSES), (4, CLASSES)]
+
+
 @pytest.mark.parametrize("has_loss", [True, False])
 @pytest.mark.parametrize("kind", [AtTheLoss, AfterTheBackward])
 def test_callbacks_see_outputs(kind: type[SeesOutputs], has_loss: bool) -> None:
@@ -177,6 +225,48 @@ def test_logits_become_fp32_only_where_somebody_sees_them(precision: str) -> Non
             fitted(LossOfHalves(), callbacks=callbacks, args={"mixed_precision": precision})
         counts.append(counter.count)
     assert counts == [0, 2]
+    assert set(dtypes) == {torch.float32}
+
+
+def test_forward_hooks_of_a_model_see_fp32() -> None:
+    """They did before a Trainer left logits in 16 bits, and can compute a loss from them."""
+    model, dtypes = LossOfHalves(), list[torch.dtype]()
+
+    def add(module: nn.Module, inputs: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        del module, inputs
+        dtypes.append(outputs["logits"].dtype)
+        return {**outputs, "loss": outputs["loss"] + outputs["logits"].square().mean()}
+
+    model.register_forward_hook(add)
+    trainer = fitted(model, args={"mixed_precision": "bf16"})
+    trainer.evaluate(ROWS)
+    assert set(dtypes) == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_a_prepared_model_that_another_calls_returns_fp32(precision: str) -> None:
+    """Only the outer model's outputs stay in 16 bits: the loss is computed from those of the inner one."""
+    dtypes: list[torch.dtype] = []
+
+    class Student(LossOfHalves):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teachers: list[nn.Module] = []  # not a part of the model
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            outputs = super().forward(inputs, labels)
+            for teacher in self.teachers:
+                targets = teacher(inputs, labels)["logits"].detach()
+                dtypes.append(targets.dtype)
+                outputs["loss"] = outputs["loss"] + (outputs["logits"] - targets).square().mean()
+            return outputs
+
+    student = Student()
+    args = arguments(max_steps=1, per_device_train_batch_size=4, mixed_precision=precision)
+    trainer = Trainer(student, args, train_dataset=ROWS)
+    student.teachers.append(trainer.accelerator.prepare_model(LossOfHalves(), evaluation_mode=True))
+    trainer.fit()
+    trainer.evaluate(ROWS)
     assert set(dtypes) == {torch.float32}
 
 

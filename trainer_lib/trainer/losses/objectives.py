@@ -101,7 +101,7 @@ class LossFunction:
             loss, weight = self._per_item(self._count, batch, outputs, targets)
         kept = outputs if keeps_outputs else None
         if isinstance(loss, LossResult):
-            return loss if loss.outputs is not None else loss._replace(outputs=kept)
+            return loss if keeps_outputs and loss.outputs is not None else loss._replace(outputs=kept)
         if not is_scalar(loss):
             check_loss(loss, "loss_fn")
         return LossResult(loss if weight is None else sum_from_mean(loss, weight), weight, kept)
@@ -164,6 +164,7 @@ class ModelLoss:
         self, bare: nn.Module, count: CountItems, precision: FullPrecision, check_mean: MeanCheck | None = None
     ) -> None:
         self._bare, self._count, self._precision, self._check_mean = bare, count, precision, check_mean
+        self._module: nn.Module = getattr(bare, "_orig_mod", bare)  # whose forward the precision wraps
         self._is_checked = False
         self._device: torch.device | None = None  # of batches
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
@@ -179,11 +180,13 @@ class ModelLoss:
 
     def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and its loss if there is one."""
-        self._precision.converts_outputs = keeps_outputs  # the logits of a language model take long and much memory
+        # Logits of a language model as fp32 take long and much memory.
+        is_seen = keeps_outputs or (bool(self._module._forward_hooks) and _has_own_hooks(self._module))  # pyright: ignore[reportPrivateUsage] - there is no public way to ask
+        self._precision.unconverted = None if is_seen else self._module
         try:
             outputs, loss, weight = self._run(model, batch)
         finally:
-            self._precision.converts_outputs = True
+            self._precision.unconverted = None
         return outputs, None if loss is None else LossResult(loss, weight, outputs if keeps_outputs else None)
 
     def _run(self, model: Any, batch: Any) -> tuple[Any, Tensor | None, Weight | None]:
@@ -241,6 +244,12 @@ def _may_take_items(bare: nn.Module) -> bool:
         return False
     parameters = inspect.signature(bare.forward).parameters
     return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks, which see its outputs, besides those of FSDP."""
+    hooks = module._forward_hooks.values()  # pyright: ignore[reportPrivateUsage]
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
 
 
 def _loss_of(outputs: Any) -> Tensor | None:
