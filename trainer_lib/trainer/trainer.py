@@ -21,13 +21,11 @@ from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, explains_form, missing_member
-from trainer_lib.trainer.evaluation.eval_sets import named_sets
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.evaluation.prediction_results import Predictions
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.losses.model_io import count_items
-from trainer_lib.trainer.metrics.measures import measures_by_set
 from trainer_lib.trainer.metrics.running_means import RunningMeans
 from trainer_lib.trainer.overridable import DEFAULTS, overridable
 from trainer_lib.trainer.publish.publish_methods import PublishMethods
@@ -36,7 +34,14 @@ from trainer_lib.trainer.safety.deadline import AUTO
 from trainer_lib.trainer.safety.module_buffers import no_gradients_of
 from trainer_lib.trainer.tools import check_request
 from trainer_lib.trainer.tools.tool_methods import ToolMethods
-from trainer_lib.trainer.trainer_interface import TrainerParts, evaluator_of
+from trainer_lib.trainer.trainer_interface import (
+    Assigned,
+    TrainerParts,
+    evaluator_of,
+    forget_loss,
+    forget_measures,
+    forget_model,
+)
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator
@@ -98,6 +103,11 @@ class Trainer(ToolMethods, PublishMethods):
     eval_dataset: Any
     train_dataset: Any
 
+    if not TYPE_CHECKING:  # annotated above, or in the constructor
+        model = Assigned(forget_model, at_construction.check_new_model)
+        loss_fn = Assigned(forget_loss, at_construction.check_loss)
+        eval_dataset, metrics, compute_metrics = (Assigned(forget_measures) for _ in range(3))
+
     __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 
     def __new__(cls, *positional: Any, **named: Any) -> Self:
@@ -143,21 +153,21 @@ class Trainer(ToolMethods, PublishMethods):
         self.events: Dispatcher = Dispatcher(
             defaults.callbacks(self.args, at_construction.checked_callbacks(callbacks))
         )
-        names = [] if self.eval_dataset is None else list(named_sets(self, self.eval_dataset))
         if train_metrics is not None:
             from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
 
             self.events.add(TrainingMetrics(train_metrics))
-        measures = measures_by_set(names, metrics, compute_metrics)
+        evaluation = EvaluationPlan(self)
         if accelerator is not None:
             at_construction.check_accelerator(accelerator, self.args)
         self.accelerator: Accelerator = accelerator or build_accelerator(check_request.engine_arguments(self.args))
         self.run: Run = Run(trainer=self, args=self.args, accelerator=self.accelerator)
         self.parts: TrainerParts = TrainerParts(
             loss=BatchLoss(self),
-            evaluation=EvaluationPlan(self, measures),
+            evaluation=evaluation,
             make_evaluator=functools.partial(evaluator_of, self),
             means=RunningMeans(self.accelerator.group, self.accelerator.device),
+            read_once=at_construction.read_once(self.args),
         )
 
     if not TYPE_CHECKING:  # type checkers would accept every misspelled name

@@ -37,6 +37,7 @@ class TrainerParts:
         evaluation: What is evaluated.
         make_evaluator: Returns what evaluates and predicts; called when it is first needed.
         means: The means that the next log shows.
+        read_once: The values of the arguments that only the constructor reads.
         models: The prepared models.
         guard: The guard of the current run; `None` unless it reads losses.
         run_folder: The folder of the last run; `None` without one.
@@ -49,6 +50,7 @@ class TrainerParts:
     evaluation: EvaluationPlan
     make_evaluator: Callable[[], "Evaluator"]
     means: RunningMeans
+    read_once: Mapping[str, Any]
     models: PreparedModels = field(default_factory=PreparedModels)
     guard: "NonFiniteGuard | None" = None
     run_folder: AnyPath | None = None
@@ -156,3 +158,57 @@ def evaluator_of(trainer: TrainerInterface) -> "Evaluator":
     is_own = "evaluation_step" in vars(trainer) or is_overridden(type(trainer), "evaluation_step")
     of_loss = None if is_own else functools.partial(defaults.evaluation_output, trainer, keeps_outputs=False)
     return Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step, of_loss)
+
+
+class Assigned:
+    """An attribute that parts of a trainer are made from: when it is set, they are made again from the new value.
+
+    There is no `__get__`: Python reads the attribute as any other, at no cost.
+
+    Args:
+        forget: Forgets what was made from the former value.
+        check: Raises if a value is invalid, or cannot be set now; the constructor checks its arguments itself.
+    """
+
+    def __init__(
+        self, forget: Callable[[TrainerInterface], None], check: Callable[[TrainerInterface, Any], None] | None = None
+    ) -> None:
+        self._forget, self._check = forget, check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Take the name of the attribute."""
+        self._name = name
+
+    def __set__(self, trainer: TrainerInterface, value: Any) -> None:
+        """Set the attribute."""
+        is_made = "parts" in vars(trainer)
+        if is_made and self._check is not None:
+            self._check(trainer, value)
+        vars(trainer)[self._name] = value
+        if is_made:
+            self._forget(trainer)
+
+
+def forget_prepared(trainer: TrainerInterface) -> None:
+    """Let the next call prepare the model, with an engine that holds nothing."""
+    trainer.accelerator.free_memory()
+    trainer.parts.models = PreparedModels()
+    trainer.parts.forget_evaluator()
+
+
+def forget_model(trainer: TrainerInterface) -> None:
+    """Let the next call prepare the model, and forget what was learned about the former one."""
+    if trainer.parts.models.are_prepared:
+        forget_prepared(trainer)
+    forget_loss(trainer)
+
+
+def forget_loss(trainer: TrainerInterface) -> None:
+    """Let the next batch use the loss function and the model that there are then."""
+    trainer.parts.loss.forget()
+    vars(trainer).pop("label_shift", None)
+
+
+def forget_measures(trainer: TrainerInterface) -> None:
+    """Let the next evaluation use the metrics and the sets that there are then."""
+    trainer.parts.evaluation.forget_measures()

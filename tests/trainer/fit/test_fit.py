@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import multi_margin_loss
 from torch.utils.data import IterableDataset
 
 from tests.trainer.tasks import Recorder, arguments, network, points, trainer
@@ -19,6 +20,7 @@ from trainer_lib import ConfigurationError, Trainer
 from trainer_lib.callbacks import LambdaCallback
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.events import Callback, Modifier, Run
+from trainer_lib.foundation.errors import SignatureError
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -266,6 +268,99 @@ def test_fit_again_begins_anew_with_the_weights_there_are() -> None:
     first, again = model_trainer.fit(), model_trainer.fit()
     assert (first.state.step, again.state.step) == (10, 10)
     assert again.metrics["loss"] < first.metrics["loss"]
+
+
+def updated(model: nn.Module, loss_fn: Any, learning_rate: float) -> list[Tensor]:
+    """Return the weights after one step of SGD on all points."""
+    inputs, targets = points()
+    gradients = torch.autograd.grad(loss_fn(model(inputs), targets), list(model.parameters()))
+    return [
+        (weight - learning_rate * gradient).detach()
+        for weight, gradient in zip(model.parameters(), gradients, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("before", ["evaluate", "fit"])
+def test_what_is_set_between_calls_takes_effect(before: str) -> None:
+    args = arguments(max_steps=1, optimizer="sgd", lr_scheduler="constant", max_grad_norm=None, eval_every="never")
+    args.per_device_train_batch_size = 40
+    model_trainer = trainer(args, eval_dataset=points())
+    getattr(model_trainer, before)()
+    other, (inputs, targets) = nn.Linear(6, 2), points()
+    expected = updated(other, multi_margin_loss, 0.05)
+    model_trainer.model, model_trainer.loss_fn = other, multi_margin_loss
+    model_trainer.compute_metrics = lambda predictions, labels: {"count": float(len(labels))}
+    model_trainer.metrics = ["accuracy"]
+    metrics = model_trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(float(multi_margin_loss(other(inputs), targets).detach()))
+    assert metrics["eval_accuracy"] == pytest.approx(float((other(inputs).argmax(1) == targets).float().mean()))
+    assert metrics["eval_count"] == 40
+    model_trainer.fit()
+    assert model_trainer.unwrapped_model is other
+    assert all(map(torch.allclose, other.parameters(), expected))
+    model_trainer.eval_dataset = {"few": points(8), "more": points(16)}
+    model_trainer.compute_metrics, model_trainer.metrics = None, {"few": ["accuracy"]}
+    assert set(model_trainer.evaluate()) == {"eval_few_loss", "eval_few_accuracy", "eval_more_loss"}
+
+
+def test_a_callback_sets_the_loss_of_the_steps_that_follow() -> None:
+    def change(run: Run) -> None:
+        if run.state.step == 5:
+            run.trainer.loss_fn = lambda outputs, targets: outputs.sum() * 0 + 7
+
+    recorded: list[float] = []
+    model_trainer = trainer(
+        arguments(log_every="1 step"),
+        callbacks=[
+            LambdaCallback(on_epoch_begin=change, on_log=lambda run, values: recorded.append(values.get("loss", 7.0)))
+        ],
+    )
+    model_trainer.fit()
+    assert [loss == 7 for loss in recorded[:10]] == [False] * 5 + [True] * 5
+
+
+def test_a_model_cannot_be_set_during_fit() -> None:
+    class Sets(Modifier):
+        def on_step_end(self, run: Run) -> None:
+            run.trainer.model = network()
+
+    with pytest.raises(ConfigurationError, match=r"model cannot be set while fit\(\) runs"):
+        trainer(callbacks=[Sets()]).fit()
+
+
+def test_a_tool_leaves_the_metrics_of_each_set() -> None:
+    sets = {"few": points(8), "more": points(16)}
+    model_trainer = trainer(arguments(eval_every="never"), eval_dataset=sets, metrics={"few": ["accuracy"]})
+    model_trainer.find_batch_size()
+    assert set(model_trainer.evaluate()) == {"eval_few_loss", "eval_few_accuracy", "eval_more_loss"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("callbacks", [], r"'callbacks' was set on the Trainer, and nothing reads it\. Give it to the constructor"),
+        ("data_collator", list, "That is collate_fn here"),
+        ("train_datset", points(8), "Did you mean 'train_dataset'"),
+        ("optimizer", 7, "optimizer must be an Optimizer"),
+        ("args", {"max_steps": 1}, "args must be trainer_lib.TrainingArguments"),
+        ("args", arguments(mixed_precision="bf16"), "mixed_precision was None when the Trainer was made"),
+        ("args.num_train_epochs", "many", "num_train_epochs must be a finite number above 0, got 'many'"),
+        ("args.num_trian_epochs", 2, "Did you mean 'num_train_epochs'"),
+        ("args.keep_last", 7, r"Make another Trainer with TrainingArguments\(keep_last=7\)"),
+    ],
+)
+def test_what_is_set_between_calls_and_has_no_effect_is_an_error(name: str, value: Any, message: str) -> None:
+    model_trainer = trainer()
+    *path, last = name.split(".")
+    setattr(model_trainer.args if path else model_trainer, last, value)
+    with pytest.raises((ConfigurationError, SignatureError), match=message):
+        model_trainer.fit()
+
+
+@pytest.mark.parametrize(("name", "value"), [("loss_fn", "cross_entropy"), ("model", "gpt2")])
+def test_an_invalid_model_or_loss_is_an_error_where_it_is_set(name: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be a"):
+        setattr(trainer(), name, value)
 
 
 def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

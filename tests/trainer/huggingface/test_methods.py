@@ -13,7 +13,6 @@ from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
 from trainer_lib.foundation.errors import SignatureError
-from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 
 
 def measure(prediction: Any) -> dict[str, float]:
@@ -69,8 +68,7 @@ def test_generation_takes_options_of_the_call() -> None:
     assert (length(), length(max_new_tokens=2), length(max_length=longest + 1, max_new_tokens=None)) == (3, 2, 1)
     assert length() == 3
     sizes: list[int] = []
-    counted: Any = {"": ({}, lambda prediction: sizes.append(prediction.predictions.shape[1]) or {})}
-    model_trainer.parts.evaluation = EvaluationPlan(model_trainer, counted)
+    model_trainer.compute_metrics = lambda prediction: sizes.append(prediction.predictions.shape[1]) or {}
     model_trainer.evaluate(max_new_tokens=1)
     assert sizes == [1]
 

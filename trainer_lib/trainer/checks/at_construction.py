@@ -25,6 +25,12 @@ _NO_NAME = (
     "TrainingArguments(use_cpu=True) trains on the CPU."
 )
 
+# What the engine and the default callbacks are made from.
+_READ_ONCE = (
+    *("mixed_precision", "use_cpu", "compile", "fsdp", "deepspeed", "parallelism", "ddp", "fp8"),
+    *("optimizer_in_backward", "seed_each_sample", "low_memory_shuffle", "validation_split", "dry_run"),
+    *("keep_last", "keep_best", "keep_every", "gc_every", "report_to", "progress_bar"),
+)
 _VERBS = {
     "compute_loss": ("model", "batch"),
     "training_step": ("model", "batch"),
@@ -41,18 +47,36 @@ def check(trainer: TrainerInterface, base: type) -> None:
     """Check the arguments, except those that a subclass of `base` handles itself by overriding a method."""
     check_verbs(trainer)
     check_overrides(trainer, base, _VERBS, inspect.signature(base).parameters)
-    if trainer.loss_fn is not None and not is_overridden(type(trainer), "compute_loss"):
-        check_loss_function(trainer.loss_fn)
-        if trainer.args.chunked_cross_entropy:
-            raise ConfigurationError(
-                "chunked_cross_entropy=True has no effect with a loss_fn, which gets whole logits. Leave out loss_fn, "
-                "so that the model computes its loss, or set chunked_cross_entropy=False."
-            )
+    check_given(trainer)
+
+
+def check_given(trainer: TrainerInterface) -> None:
+    """Check what a trainer was given, which may have been set since."""
+    check_loss(trainer, trainer.loss_fn)
     check_collate(trainer.collate_fn)
     check_processing_class(trainer.processing_class)
     check_optimizer(trainer.optimizer)
     check_scheduler(trainer.scheduler, trainer.optimizer)
     check_ahead(trainer.args.deadline)
+
+
+def check_new_model(trainer: TrainerInterface, model: Any) -> None:
+    """Check a model that is set on a trainer."""
+    checked_model(model)
+    if trainer.run.state.status == "running":
+        raise ConfigurationError("model cannot be set while fit() runs. Set it before or after fit().")
+
+
+def check_loss(trainer: TrainerInterface, loss_fn: Any) -> None:
+    """Check a loss function, unless a subclass computes the loss itself."""
+    if loss_fn is None or is_overridden(type(trainer), "compute_loss"):
+        return
+    check_loss_function(loss_fn)
+    if trainer.args.chunked_cross_entropy:
+        raise ConfigurationError(
+            "chunked_cross_entropy=True has no effect with a loss_fn, which gets whole logits. Leave out loss_fn, so "
+            "that the model computes its loss, or set chunked_cross_entropy=False."
+        )
 
 
 def check_verbs(trainer: TrainerInterface) -> None:
@@ -66,6 +90,25 @@ def check_verbs(trainer: TrainerInterface) -> None:
             raise SignatureError(
                 f"{type(trainer).__name__}.{verb} is called as {verb}(model, batch), and takes ({', '.join(names)}): "
                 f"its batch would be the model. Write {verb}(self, model, batch)."
+            )
+
+
+def read_once(args: TrainingArguments) -> dict[str, Any]:
+    """Return the values of the arguments that only the constructor reads."""
+    return {name: getattr(args, name) for name in _READ_ONCE}
+
+
+def check_read_once(trainer: TrainerInterface) -> None:
+    """Check that no argument has changed since the constructor read it.
+
+    Raises:
+        ConfigurationError: If one has.
+    """
+    for name, value in trainer.parts.read_once.items():
+        if (now := getattr(trainer.args, name)) != value:
+            raise ConfigurationError(
+                f"{name} was {shown(value)} when the Trainer was made, which alone reads it, and is {shown(now)} now. "
+                f"Make another Trainer with TrainingArguments({name}={shown(now)})."
             )
 
 

@@ -21,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
+_ONLY_GIVEN = ("callbacks", "train_metrics")  # which are no attributes
 _OF_VERBS: dict[str, dict[str, str]] = {
     "fit": {
         "resume_from_checkpoint": "resume",
@@ -193,10 +194,36 @@ def check_overrides(trainer: object, base: type, verbs: Iterable[str], options: 
     hidden = {name for name in options if vars(trainer).get(name) is None}
     members = {name: value for cls in classes for name, value in vars(cls).items() if not _is_ours(cls)}
     for name, value in members.items():
-        if (instead := _instead(name, value, list(verbs), hidden, set(members))) is None or hasattr(base, name):
+        if (instead := _instead(name, value, list(verbs), hidden, set(members))) is None or (
+            hasattr(base, name) and name not in hidden
+        ):
             continue
         if not _is_called(name, members):
             raise SignatureError(f"{kind.__name__}.{name} is never called. {instead}")
+
+
+def check_attributes(trainer: object) -> None:
+    """Raise for attributes that were set on a trainer and that nothing reads; those of a subclass are its own.
+
+    Raises:
+        SignatureError: With what to set instead.
+    """
+    kind = type(trainer)
+    if not _is_ours(kind):
+        return
+    options = list(inspect.signature(kind).parameters)
+    for name in vars(trainer):
+        if name in _ONLY_GIVEN:
+            instead = f"Give it to the constructor: Trainer(…, {name}=…)."
+        elif name in options or hasattr(kind, name):
+            continue
+        elif name in CONSTRUCTOR:
+            instead = f"That is {CONSTRUCTOR[name]} here."
+        elif near := get_close_matches(name, options, n=1, cutoff=_NEAR):
+            instead = f"Did you mean {near[0]!r}?"
+        else:
+            continue
+        raise SignatureError(f"The attribute {name!r} was set on the {kind.__name__}, and nothing reads it. {instead}")
 
 
 def _instead(name: str, value: Any, verbs: Sequence[str], hidden: set[str], members: set[str]) -> str | None:

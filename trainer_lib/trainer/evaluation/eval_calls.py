@@ -12,6 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.checks import before_fit
+from trainer_lib.trainer.checks.foreign_calls import check_attributes
 from trainer_lib.trainer.data.eval_samplers import order_of
 from trainer_lib.trainer.defaults import prepare_models
 from trainer_lib.trainer.evaluation.eval_loop import NOTHING_MEASURED, EvaluationSet
@@ -34,6 +35,7 @@ def evaluate(trainer: TrainerInterface, dataset: Any, prefix: str, generation: M
     data, label = (trainer.eval_dataset, "eval_dataset") if is_default else (dataset, "evaluate(dataset)")
     if data is None:
         raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
+    check_attributes(trainer)
     loaders = before_fit.eval_loaders(trainer, data, label)
     models, evaluator = prepare_models(trainer), trainer.parts.evaluator
     sets = {name: _set(trainer, name, loader) for name, loader in loaders.items()}
@@ -50,6 +52,7 @@ def predict(
     trainer: TrainerInterface, dataset: Any, to: str | Path | None, prefix: str, generation: Mapping[str, Any]
 ) -> Predictions:
     """Predict; see `Trainer.predict`."""
+    check_attributes(trainer)
     if dataset is None:
         raise ConfigurationError("predict() needs data: predict(dataset).")
     if to is not None and not isinstance(to, str) and not hasattr(to, "__fspath__"):

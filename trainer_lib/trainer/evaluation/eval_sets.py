@@ -23,6 +23,8 @@ class EvaluatedTrainer(Protocol):
     run: Run
     train_dataset: Any
     eval_dataset: Any
+    metrics: Any
+    compute_metrics: Callable[..., Mapping[str, float]] | None
 
     @property
     def evaluate(self) -> Callable[..., dict[str, float]]:

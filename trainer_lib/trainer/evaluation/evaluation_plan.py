@@ -8,23 +8,31 @@ from trainer_lib.events import Best
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.trainer.evaluation.eval_sets import EvaluatedTrainer, metrics_over_sets, named_sets, sets_at_intervals
-from trainer_lib.trainer.metrics.measures import Measures
+from trainer_lib.trainer.metrics.measures import Measures, measures_by_set
 
 
 class EvaluationPlan:
     """The evaluations of a trainer.
 
     Args:
-        trainer: The arguments and the evaluation sets.
-        measures: The metrics of each set by its name, and under "" those of any other set.
+        trainer: The arguments, the evaluation sets and their metrics.
     """
 
-    def __init__(self, trainer: EvaluatedTrainer, measures: Mapping[str, Measures]) -> None:
-        self._trainer, self._measures = trainer, measures
+    def __init__(self, trainer: EvaluatedTrainer) -> None:
+        self._trainer = trainer
+        self._measures: Mapping[str, Measures] = self._made_measures()
 
     def measures(self, name: str) -> Measures:
         """Return the metrics of a set."""
+        self._measures = self._measures or self._made_measures()
         return self._measures.get(name, self._measures[""])
+
+    def forget_measures(self) -> None:
+        """Let the next evaluation use the metrics that the trainer has then."""
+        self._measures = {}
+
+    def _made_measures(self) -> Mapping[str, Measures]:
+        return measures_by_set(list(self.sets), self._trainer.metrics, self._trainer.compute_metrics)
 
     @property
     def sets(self) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.fit.build_accelerator import numerics
 from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.fit.train_loop import TrainLoop
-from trainer_lib.trainer.prepared_models import PreparedModels
 from trainer_lib.trainer.result import FitResult
 from trainer_lib.trainer.safety.signals import Signals
-from trainer_lib.trainer.trainer_interface import TrainerInterface
+from trainer_lib.trainer.trainer_interface import TrainerInterface, forget_prepared
 
 
 def fit(trainer: TrainerInterface, resume: str | AnyPath | None = None) -> FitResult:
@@ -53,9 +52,7 @@ def _begin(trainer: TrainerInterface, resume_point: ResumePoint) -> None:
     parts = trainer.parts
     parts.run_folder = None if resume_point.folder is None else resume_point.folder.path
     if parts.has_fitted:  # a second fit keeps the weights and resets everything else
-        trainer.accelerator.free_memory()
-        parts.models = PreparedModels()
-        parts.forget_evaluator()
+        forget_prepared(trainer)
     parts.has_fitted = True
     parts.means.clear()
 

@@ -69,6 +69,11 @@ class BatchLoss:
         """The label that losses and metrics leave out."""
         return ignored_label(self._trainer.loss_fn)
 
+    def forget(self) -> None:
+        """Forget what was made from the loss function and the model; the next batch uses those that there are then."""
+        self._objective, self._has_checked = None, False
+        self.__dict__.pop("ignored_label", None)
+
     @property
     def has_own_step(self) -> bool:
         """Whether a subclass overrides `training_step`."""

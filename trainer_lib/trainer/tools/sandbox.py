@@ -105,6 +105,7 @@ def sandbox(
         trainer.parts = dataclasses.replace(
             trainer.parts,
             loss=copy.copy(trainer.parts.loss),
+            evaluation=copy.copy(trainer.parts.evaluation),
             make_evaluator=functools.partial(evaluator_of, trainer),
             has_fitted=False,  # so that fit uses the prepared models
             in_sandbox=True,
