@@ -263,16 +263,50 @@ while len(parent.read_text().split()) > int(sys.argv[1]):  # until the launcher 
 """
 
 
+# The options, and the children that a launcher has then besides rank 0: rank 1, and without torch's agent the store.
+LAUNCHERS = [pytest.param([], 2, id="local"), pytest.param(["--tee", "3"], 1, id="torch's agent")]
+
+
+@pytest.mark.parametrize(("options", "children"), LAUNCHERS)
 @pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("raise ValueError('a peer is gone')", 143)])
-def test_an_exit_code_of_an_error_beats_an_interruption(tmp_path: Path, end: str, code: int) -> None:
+def test_an_exit_code_of_an_error_beats_an_interruption(
+    tmp_path: Path, options: list[str], children: int, end: str, code: int
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_AFTER_AN_INTERRUPTION + end)
-    command = [*COMMAND, "--num_processes", "2", "--max_restarts", "1", str(script), "2"]
+    command = [*COMMAND, "--num_processes", "2", "--max_restarts", "1", *options, str(script), str(children)]
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=paths(), timeout=60)
     assert done.returncode == code, done.stderr
     assert "Starting all processes again" not in done.stderr
     report = "Process 1 of 2 failed with exit code 3.\nAfter that, process 0 failed with exit code 143."
     assert (report in done.stderr) == (code == 3)
+
+
+FAILS_BESIDE_ONE_THAT_SAVES = """
+import os, signal, sys
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # as a run that saves and ends
+    Path(sys.argv[1], "ready").touch()
+    while True:
+        signal.pause()
+while not Path(sys.argv[1], "ready").exists():
+    pass
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--tee", "3"]], ids=["local", "torch's agent"])
+@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("raise ValueError('first')", 1)])
+def test_processes_that_the_launcher_ends_do_not_hide_the_failure(
+    tmp_path: Path, options: list[str], end: str, code: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_BESIDE_ONE_THAT_SAVES + end)
+    command = [*COMMAND, "--num_processes", "2", *options, str(script), str(tmp_path)]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=paths(), timeout=60)
+    assert done.returncode == code, done.stderr
+    assert f"Process 1 of 2 failed with exit code {code}." in done.stderr
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def run_elastic(entry: str | Callable[..., Any], args: Sequence[Any], plan: Plan
         if result is None:  # the other machines ended before this one joined
             return []
         if result.is_failed():
-            if agent.interruption is not None:
+            if agent.interruption is not None and not agent.has_first_cause:
                 raise SystemExit(agent.interruption)
             raise agent.failed()
         return [value for _, value in sorted(result.return_values.items())]
@@ -119,6 +119,11 @@ class _Agent(_TorchAgent):
         """Return the error for the last attempt."""
         return failed(self._failures, self._plan.world_size, is_printed=self._is_printed)
 
+    @property
+    def has_first_cause(self) -> bool:
+        """Whether a process failed in the last attempt that did not follow another."""
+        return any(failure.is_first_cause for failure in self._failures)
+
     def forget_store(self) -> None:
         """Release the store and its port."""
         self._store = None
@@ -139,13 +144,19 @@ class _Agent(_TorchAgent):
         ids = super()._start_workers(worker_group)
         context = self._pcontext
         assert context is not None
-        close = context.close
+        close, has_failed = context.close, False
 
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = GRACE_AFTER_DEATH) -> None:
+            nonlocal has_failed
+            if has_failed:  # torch closes once more; what has ended since the first time was ended here
+                close(death_sig, timeout)
+                return
+            has_failed = death_sig is None
             # Processes that are dead by now failed by themselves; the rest are ended here.
             self._died |= set(getattr(context, "_failures", ()))
             if death_sig is None and self._are_ending(context):
                 self._wait_for_all(context)
+                self._died |= {rank for rank, code in _exit_codes(context).items() if code}
             by_themselves = _exit_codes(context)
             close(death_sig, timeout)
             # A signal that is sent here after a failure is not an interruption.

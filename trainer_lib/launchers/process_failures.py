@@ -68,6 +68,11 @@ class Failure:
         return reason_of(self.exit_code) is not None
 
     @property
+    def is_first_cause(self) -> bool:
+        """Whether the process chose its exit code. Unlike an error, this cannot follow from the end of another."""
+        return self.traceback is None and self.exit_code > 0 and not self.is_interruption
+
+    @property
     def shell_code(self) -> int:
         """Its exit code as in a shell, which is never that of success."""
         return (self.exit_code or 1) if self.exit_code >= 0 else 128 - self.exit_code

@@ -120,8 +120,7 @@ class _Launch:
         if interruption is None:
             return self._failures(codes)
         failures = self._failures(by_themselves)
-        # An error may follow from the end of another process; an exit code without an error does not.
-        if any(f.traceback is None and f.exit_code > 0 and not f.is_interruption for f in failures):
+        if any(failure.is_first_cause for failure in failures):
             raise failed(failures, self._plan.world_size, is_printed=True)
         raise SystemExit(interruption)  # an interrupted run is not restarted
 
