@@ -219,7 +219,9 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({"warmup": []}, "must be a list of numbers or strings"),
         (lambda trial: [trial], r"space\(trial\) returned a list"),
         (lambda trial: {"output_dir": "there"}, "'output_dir', which is set by the search"),
-        ({"learning_rate": [-1.0]}, "learning_rate"),
+        ({"learning_rate": [0.1, -1.0]}, r"space\['learning_rate'\]: learning_rate must be a finite number"),
+        ({"learning_rate": (-1.0, 0.1)}, r"space\['learning_rate'\]: learning_rate must be a finite .*got -1.0"),
+        ({"lr_scheduler": ["linear", "cosin"]}, r"space\['lr_scheduler'\]: Unknown lr_scheduler 'cosin'"),
     ]
     for space, message in spaces:
         with pytest.raises(ConfigurationError, match=message):
@@ -229,8 +231,9 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({"n": 0}, "n must be a whole number of at least 1"),
         (
             {"metric": "f1"},
-            "metric_for_best='eval_f1' is not a metric of the evaluations. These are: eval_loss, eval_acc",
+            r"search\(metric='f1'\) is not a metric of the evaluations. These are: eval_loss, eval_acc",
         ),
+        ({"metric": 7}, r'metric must be the name of a metric, such as "eval_loss" \(got 7\)'),
         ({"metric": "gain"}, "cannot be inferred from the name of the metric 'gain'"),
         (
             {"study": optuna.create_study(direction="maximize")},

@@ -115,9 +115,13 @@ def check_values(arguments: Any) -> None:
     """Raise for a value that is not allowed, and store each value in its plain form."""
     cls = type(arguments)
     for name in settings(cls):
-        value = getattr(arguments, name)
-        if (check := _check(cls, name, value is None)) is not None:
-            setattr(arguments, name, check(name, value))
+        setattr(arguments, name, checked_value(cls, name, getattr(arguments, name)))
+
+
+def checked_value(cls: type, name: str, value: Any) -> Any:
+    """Return a value of an argument in its plain form, or raise if it is not allowed."""
+    check = _check(cls, name, value is None)
+    return value if check is None else check(name, value)
 
 
 def documented(cls: type[T]) -> type[T]:

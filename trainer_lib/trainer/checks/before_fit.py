@@ -347,13 +347,22 @@ def _check_best(trainer: TrainerInterface) -> None:
         (metric, option) for metric, option, needs_evaluation in monitored if not needs_evaluation
     ]:
         check_has_interval(trainer, name, option)
-    known, stems = _metric_names(trainer)
     for name, option in asked:
-        if name not in known and not name.startswith(tuple(stems)):
-            raise ConfigurationError(
-                f"{option} is not a metric of the evaluations. These are: {', '.join(known)}."
-                f"{did_you_mean(name, known)} Add metrics by Trainer(metrics=…) or compute_metrics=…."
-            )
+        check_metric(trainer, name, option)
+
+
+def check_metric(trainer: TrainerInterface, name: str, option: str) -> None:
+    """Check that evaluations have a metric, as far as their names are known before training.
+
+    Raises:
+        ConfigurationError: If they do not.
+    """
+    known, stems = _metric_names(trainer)
+    if name not in known and not name.startswith(tuple(stems)):
+        raise ConfigurationError(
+            f"{option} is not a metric of the evaluations. These are: {', '.join(known)}."
+            f"{did_you_mean(name, known)} Add metrics by Trainer(metrics=…) or compute_metrics=…."
+        )
 
 
 def _metric_names(trainer: TrainerInterface) -> tuple[list[str], list[str]]:

@@ -5,9 +5,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.metric_names import greater_is_better_for
 from trainer_lib.options.base import check_count
+from trainer_lib.trainer.checks.before_fit import check_metric
+from trainer_lib.trainer.evaluation.eval_sets import check_has_interval
 from trainer_lib.trainer.tools.sandbox import check_can_sandbox
 from trainer_lib.trainer.tools.search.optuna_search import search_with_optuna
 from trainer_lib.trainer.tools.search.search_result import SearchResult
@@ -44,6 +47,8 @@ def search(
     assert metric is not None  # as there is an evaluation set
     is_more = greater_is_better_for(metric, greater_is_better)
     full = metric if metric.startswith("eval_") else f"eval_{metric}"
+    check_has_interval(trainer, full, f"search(metric={metric!r})")
+    check_metric(trainer, full, f"search(metric={metric!r})")
     if backend == "ray":
         from trainer_lib.trainer.tools.search.ray_search import search_with_ray
 
@@ -52,6 +57,8 @@ def search(
 
 
 def _check(trainer: TrainerInterface, metric: str | None) -> None:
+    if metric is not None and not isinstance(metric, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigurationError(f'metric must be the name of a metric, such as "eval_loss" (got {shown(metric)}).')
     if trainer.parts.evaluation.interval is None:
         given = "" if metric is None else f"metric={metric!r}: "
         raise ConfigurationError(

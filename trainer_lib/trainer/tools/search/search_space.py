@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.trainer.arguments.declaration import checked_value
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
 Space = Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
@@ -84,15 +85,25 @@ def read_space(space: Any, others: Callable[[Any], bool] | None = None) -> dict[
 
 def _description(name: str, given: Any) -> Choices | Range:
     if isinstance(given, list) and given and all(isinstance(choice, _PLAIN) for choice in given):
+        _check_values(name, given)
         return Choices(given)
     if isinstance(given, tuple) and len(given) in (2, 3) and (len(given) == 2 or given[2] == _LOG):
         low, high, is_log = given[0], given[1], len(given) == 3
         if _is_number(low) and _is_number(high) and low < high and (low > 0 or not is_log):
+            _check_values(name, [low, high])
             return Range(low, high, is_log)
     raise ConfigurationError(
         f"space[{name!r}]={given!r} must be a list of numbers or strings to choose from, a range (low, high) (of "
         'integers if both are), or (low, high, "log") with low above 0. For anything else give a function of a trial.'
     )
+
+
+def _check_values(name: str, values: list[Any]) -> None:
+    for value in values:
+        try:
+            checked_value(TrainingArguments, name, value)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"space[{name!r}]: {error}") from error
 
 
 def _is_number(value: Any) -> bool:
