@@ -50,6 +50,21 @@ class CheckpointError(StateError):
     """A checkpoint that is missing, incomplete, of another format, or that could not be written."""
 
 
+class OtherClassError(CheckpointError):
+    """A checkpoint with the state of an object of another class.
+
+    Args:
+        message: The message.
+        part: The name of the object in the checkpoint, such as "scheduler".
+        saved: The class that was saved.
+        present: The class that there is now.
+    """
+
+    def __init__(self, message: str, part: str, saved: str, present: str) -> None:
+        super().__init__(message)
+        self.part, self.saved, self.present = part, saved, present
+
+
 class DamagedError(CheckpointError):
     """A damaged checkpoint: a file is missing, has other bytes, or cannot be read."""
 

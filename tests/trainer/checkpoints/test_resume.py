@@ -274,6 +274,20 @@ def test_a_trainer_from_a_checkpoint_has_its_weights_and_resumes(tmp_path: Path)
     assert outcome(model_trainer.fit(), model) == whole
 
 
+@pytest.mark.parametrize(("before", "after"), [("plateau", "linear"), ("linear", "plateau")])
+def test_a_schedule_of_another_kind_is_refused_by_the_name_of_the_argument(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    def made(schedule: str) -> Trainer:
+        args = arguments(output_dir=tmp_path, num_train_epochs=1, lr_scheduler=schedule)
+        return trainer(args, eval_dataset=points(8))
+
+    made(before).fit()
+    message = f"cannot be resumed with a changed lr_scheduler ('{before}' → '{after}').*Give the old value"
+    with pytest.raises(ConfigurationError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        made(after).fit(resume="extend")
+
+
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min")
 def test_a_model_with_quantization_observers_resumes(tmp_path: Path) -> None:
     def model() -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer_lib.checkpointing.format.layout import numbered
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, OtherClassError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tensor_files.file_contents import Content, Json, Tensors
 from trainer_lib.tensor_files.load_tensors import load_tensors
@@ -261,15 +261,18 @@ def check_kinds(saved: Mapping[str, str], present: Mapping[str, str], where: str
     """Raise if the class of a part differs from the class that was saved.
 
     Raises:
-        CheckpointError: With both classes.
+        OtherClassError: With both classes.
     """
     for name, saved_class in saved.items():
         class_name = present.get(name, saved_class)
         if class_name != saved_class:
-            raise CheckpointError(
+            raise OtherClassError(
                 f"The checkpoint {where} has the state of {saved_class} as {name}, and {name} is now {class_name}, "
                 f"which cannot load it. Prepare {saved_class} as before; for a model's weights alone, use "
-                "load_checkpoint_in_model(model, folder)."
+                "load_checkpoint_in_model(model, folder).",
+                name,
+                saved_class,
+                class_name,
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.filesystem.remote_paths import AnyPath
-from trainer_lib.foundation.errors import ConfigurationError, StateError
+from trainer_lib.foundation.errors import ConfigurationError, OtherClassError, StateError
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.trainer.arguments import yaml_json
@@ -75,10 +75,18 @@ def visible_changes(changed: Mapping[str, Difference]) -> dict[str, list[Any]]:
 
 
 @contextmanager
-def naming_group_arguments(changed: Mapping[str, Difference]) -> Generator[None]:
-    """Name the changed arguments that make parameter groups in the error of an optimizer's state that does not fit."""
+def naming_arguments(changed: Mapping[str, Difference]) -> Generator[None]:
+    """Name the changed arguments that made a schedule or parameter groups, if the state does not fit them."""
     try:
         yield
+    except OtherClassError as error:
+        if "lr_scheduler" not in changed or not error.part.startswith("scheduler"):
+            raise
+        raise ConfigurationError(
+            f"The run cannot be resumed with a changed lr_scheduler ({_text(changed['lr_scheduler'])}): the schedule "
+            f"is now a {error.present}, which cannot load the state of a {error.saved}. Give the old value, or "
+            'resume="never" for a new run.'
+        ) from error
     except StateError as error:
         listed = [
             f"{name} ({_text(changed[name])})" for name in ("weight_decay", "parameter_groups") if name in changed

@@ -38,7 +38,7 @@ class RunLoading:
         self.changed = changed = resume_arguments.changed_arguments(run.args, checkpoint, context.group)
         resume_arguments.warn_of_changes(changed, checkpoint)
         fresh = FreshOptimizers(run)
-        with resume_arguments.naming_group_arguments(changed):
+        with resume_arguments.naming_arguments(changed):
             run.accelerator.load_state(checkpoint)
         optimizer_modes.train(run.optimizers.values())
         if context.folder is not None:  # not the checkpoint's, if that is of another run
