@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
@@ -18,9 +18,6 @@ from trainer_lib.modules.patterns import no_match
 
 # Class names of norms in torch and in models: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
 _NORM_NAMES = r"(?i)(layer|rms|batch|group|instance)_?norm|norm$"
-
-
-_SETTINGS = ("pattern", "learning_rate", "weight_decay", "frozen")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class ParameterGroup:
         del positional
         for name in unknown_keywords(cls.__init__, named):
             hint = " Give learning_rate." if name == "lr" else ""
-            raise SignatureError(unknown("setting of ParameterGroup", name, _SETTINGS) + hint)
+            raise SignatureError(unknown("setting of ParameterGroup", name, [each.name for each in fields(cls)]) + hint)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
