@@ -34,8 +34,13 @@ class Prepared:
 
     def clear(self) -> None:
         """Forget all objects."""
+        self.keep_models()
+        self.models.clear()
+
+    def keep_models(self) -> None:
+        """Forget all objects but the models."""
         self._detach_optimizers()
-        for objects in (self.models, self.optimizers, self.schedulers, self.dataloaders, self.custom_objects):
+        for objects in (self.optimizers, self.schedulers, self.dataloaders, self.custom_objects):
             objects.clear()
 
     @contextmanager
@@ -46,9 +51,7 @@ class Prepared:
         """
         lists: list[list[Any]] = [self.optimizers, self.schedulers, self.dataloaders, self.custom_objects]
         before = [list(objects) for objects in lists]
-        self._detach_optimizers()
-        for objects in lists:
-            objects.clear()
+        self.keep_models()
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.functional import multi_margin_loss
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, points, trainer
@@ -63,6 +64,29 @@ def test_shards_train_as_replicas_do() -> None:
     expected = run_world(replicated, (), 2, timeout=60)
     for actual in run_world(sharded, (), 2, timeout=60):
         assert_same(actual, expected[0])
+
+
+def test_shards_are_trained_again_as_replicas_are(tmp_path: Path) -> None:
+    def metrics_of(**options: Any) -> list[dict[str, float]]:
+        args = arguments(save_every=2, output_dir=tmp_path / options.pop("name"), num_train_epochs=1, **options)
+        model_trainer = trainer(args, model=layers(), eval_dataset=points(21))
+        model_trainer.fit()
+        metrics = [model_trainer.evaluate()]
+        model_trainer.train_dataset, model_trainer.loss_fn = points(16), multi_margin_loss
+        model_trainer.fit()
+        metrics.append(model_trainer.evaluate())
+        model_trainer.model = layers()
+        return [*metrics, model_trainer.evaluate()]
+
+    def replicated() -> Any:
+        return metrics_of(name="replicated")
+
+    def sharded() -> Any:
+        return metrics_of(name="sharded", fsdp=plugin())
+
+    (expected, _), actual = (run_world(body, (), 2, timeout=60) for body in (replicated, sharded))
+    for metrics in actual:
+        assert metrics == [pytest.approx(values, rel=2e-5) for values in expected]
 
 
 @pytest.mark.slow

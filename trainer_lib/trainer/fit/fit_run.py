@@ -52,9 +52,21 @@ def _begin(trainer: TrainerInterface, resume_point: ResumePoint) -> None:
     parts = trainer.parts
     parts.run_folder = None if resume_point.folder is None else resume_point.folder.path
     if parts.has_fitted:  # a second fit keeps the weights and resets everything else
-        forget_prepared(trainer)
+        _forget_last(trainer)
     parts.has_fitted = True
     parts.means.clear()
+
+
+def _forget_last(trainer: TrainerInterface) -> None:
+    """Forget the last fit; weights that are sharded, which nothing puts together again, stay prepared."""
+    from trainer_lib.modules.module_kinds import model_has_dtensor
+
+    if not any(model_has_dtensor(model) for model in trainer.parts.models.listed):
+        forget_prepared(trainer)
+        return
+    trainer.accelerator.prepared.keep_models()
+    trainer.accelerator.window.reset()
+    trainer.parts.forget_evaluator()
 
 
 def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -> FitResult:
