@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from tests.strategies import split
 from tests.trainer.tasks import arguments, points
 from tests.worlds import run_world
-from trainer_lib import ParallelismConfig, Trainer, load_checkpoint_in_model
+from trainer_lib import FullyShardedDataParallelPlugin, ParallelismConfig, Trainer, load_checkpoint_in_model
 
 
 class Images(nn.Module):
@@ -146,3 +146,56 @@ def test_adapters_of_split_and_sharded_models_are_saved_whole(size: str, tmp_pat
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     expected = {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
     torch.testing.assert_close(saved, expected, rtol=0, atol=0)
+
+
+# Kinds of prompts, each with what its encoder makes of weights: rows of them, or outputs of a network.
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prefixes": ("PrefixTuningConfig", {}),
+    "projected prefixes": ("PrefixTuningConfig", {"prefix_projection": True, "encoder_hidden_size": 8}),
+    "prompts": ("PromptTuningConfig", {}),
+    "p-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 8}),
+    "p-tuning with an LSTM": (
+        "PromptEncoderConfig",
+        {"encoder_hidden_size": 8, "encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.0},
+    ),
+}
+
+
+def prompted(prompt: str) -> Any:
+    import peft
+
+    kind, options = PROMPTS[prompt]
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
+    return peft.get_peft_model(split.model_of(split.llama), config)  # type: ignore[arg-type]  # a PreTrainedModel
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("least", [None, 1])  # parameters of a module that is sharded by itself
+def test_prompts_of_sharded_models_are_saved_whole(least: int | None, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    wrapping: dict[str, Any] = {} if least is None else {"auto_wrap_policy": "size_based_wrap", "min_num_params": least}
+
+    def body() -> None:
+        for prompt in PROMPTS:
+            args = arguments(max_steps=1, learning_rate=0.1, fsdp=FullyShardedDataParallelPlugin(**wrapping))
+            trainer = Trainer(prompted(prompt), args, train_dataset=split.data(8))
+            trainer.fit()
+            trainer.save_model(tmp_path / prompt)
+            trainer.evaluate(split.data(4))  # with the parts of each rank
+            state = trainer.accelerator.get_state_dict(trainer.model)  # type: ignore[arg-type]  # a module
+            if trainer.accelerator.is_main_process:
+                torch.save(state, tmp_path / f"{prompt}.pt")
+            trainer.accelerator.free_memory()
+
+    run_world(body, timeout=100)
+    from peft import PeftModel
+
+    for prompt in PROMPTS:
+        model = prompted(prompt)
+        before = model.get_prompt_embedding_to_save("default")
+        model.load_state_dict(torch.load(tmp_path / f"{prompt}.pt"))
+        expected = model.get_prompt_embedding_to_save("default")
+        loaded: Any = PeftModel.from_pretrained(split.model_of(split.llama), tmp_path / prompt)  # type: ignore[arg-type]
+        actual = loaded.prompt_encoder["default"].embedding.weight
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, msg=prompt)
+        assert not torch.allclose(actual, before), prompt

@@ -25,6 +25,7 @@ def save_model(trainer: TrainerInterface, folder: AnyPath) -> None:
         trainer.accelerator.wait_for_everyone()
         return
     from trainer_lib.modules.module_kinds import is_peft_model
+    from trainer_lib.trainer.publish.prompt_encoders import whole_prompt_encoders
 
     accelerator = trainer.accelerator
     for name, model in trainer.parts.models.named.items():
@@ -38,7 +39,8 @@ def save_model(trainer: TrainerInterface, folder: AnyPath) -> None:
         if accelerator.is_main_process:
             # PEFT's takes it among its other keywords.
             takes_state = is_peft_model(bare) or "state_dict" in inspect.signature(bare.save_pretrained).parameters
-            bare.save_pretrained(target, **({"state_dict": state} if takes_state else {}))
+            with whole_prompt_encoders(bare, state):
+                bare.save_pretrained(target, **({"state_dict": state} if takes_state else {}))
     if accelerator.is_main_process and hasattr(trainer.processing_class, "save_pretrained"):
         trainer.processing_class.save_pretrained(folder)
     accelerator.wait_for_everyone()
