@@ -156,6 +156,15 @@ def bart() -> nn.Module:
     return BartForConditionalGeneration(BartConfig(vocab_size=VOCABULARY, **sizes, **options))
 
 
+def t5(kind: str = "T5", **options: Any) -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **options)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
 class Pictures(nn.Module):
     """A model of pictures, which it makes of numbers."""
 

@@ -37,6 +37,7 @@ from tests.strategies.split import (
     parts_of,
     qwen,
     roberta,
+    t5,
     vit,
 )
 from tests.worlds import run_world
@@ -92,6 +93,10 @@ MODELS = {
     "gpt2": Split(kind=gpt2),
     "opt": Split(kind=opt),
     "roberta": Split(kind=roberta),
+    "t5": Split(kind=t5),
+    "t5_gated": Split(kind=partial(t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)),
+    "mt5": Split(kind=partial(t5, "MT5")),
+    "umt5": Split(kind=partial(t5, "UMT5")),
     "vit": Split(kind=vit),
     "plain": Split(plan=PLAIN, weighted=True),
 }

@@ -29,6 +29,18 @@ _ENCODER = {
 _ROBERTA = {**_ENCODER, "lm_head.decoder": "colwise_gather_output"}
 _DECODER = {"*attn.[qkv]_proj": "colwise", "*attn.out_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"}
 _VISION = {"*.attention.[qkv]_proj": "colwise", "*.attention.o_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"}
+# The bias of positions has a column for each head, of which each rank looks up its own.
+_T5 = {
+    "*shared": "embedding_rowwise",
+    "*embed_tokens": "embedding_rowwise",
+    "*Attention.[qkv]": "colwise",
+    "*Attention.relative_attention_bias": "colwise",
+    "*Attention.o": "rowwise",
+    "*.wi": "colwise",
+    "*.wi_[01]": "colwise",
+    "*.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 # For models of transformers without a plan of their own. GPT-2 computes queries, keys and values in one matrix, whose
 # columns are not those of one head, so its attention gets the whole output.
 _PLANS: Mapping[str, Mapping[str, str]] = {
@@ -53,8 +65,11 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
         "*.mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     },
+    "mt5": _T5,
     "opt": {**_DECODER, "*embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"},
     "roberta": _ROBERTA,
+    "t5": _T5,
+    "umt5": _T5,
     "vit": _VISION,
     "xlm-roberta": _ROBERTA,
 }
