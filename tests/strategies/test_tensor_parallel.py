@@ -349,9 +349,33 @@ def test_heads_that_a_script_has_divided_are_left_wherever_the_module_is() -> No
     attention = Attends(knows_size=True)
     modules = dict(nn.ModuleDict({"kv_block": attention}).named_modules())
     split = {f"kv_block.{part}_proj" for part in "qkv"}
-    assert [key for _, key, _ in attributes_to_divide(modules, split)] == ["n_heads", "n_kv_heads"]
+    assert [key for _, key, _ in attributes_to_divide(modules, split, 2)] == ["n_heads", "n_kv_heads"]
     attention.n_heads, attention.n_kv_heads = 2, 1
-    assert list(attributes_to_divide(modules, split)) == []
+    assert list(attributes_to_divide(modules, split, 2)) == []
+
+
+@pytest.mark.parametrize("size", ["head_dim", "key_value_proj_dim", "dim_per_head"])
+@pytest.mark.parametrize(("divided", "left"), [(1, ["n_heads", "n_kv_heads"]), (2, [])])
+def test_the_size_of_a_head_tells_whether_a_script_has_divided_heads(size: str, divided: int, left: list[str]) -> None:
+    attention: Any = Attends()
+    setattr(attention, size, 4)
+    attention.n_heads, attention.n_kv_heads = 4 // divided, 2 // divided
+    modules = dict(attention.named_modules())
+    assert [key for _, key, _ in attributes_to_divide(modules, {f"{part}_proj" for part in "qkv"}, 2)] == left
+
+
+def test_heads_are_divided_where_those_of_values_have_another_size() -> None:
+    attention: Any = Attends(knows_size=True)
+    attention.n_kv_heads, attention.k_proj, attention.v_proj = 4, nn.Linear(16, 16), nn.Linear(16, 24)
+    modules = dict(attention.named_modules())
+    assert [key for _, key, _ in attributes_to_divide(modules, {f"{part}_proj" for part in "qkv"}, 2)] == ["n_heads"]
+
+
+def test_one_head_a_rank_that_a_script_has_divided_is_split() -> None:
+    attention: Any = Attends(knows_size=True)
+    attention.n_heads = attention.n_kv_heads = 4 // 4
+    attention.k_proj, attention.v_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+    assert resolve(attention, TorchTensorParallelConfig(plan=ATTENTION), 4)["q_proj"] == "colwise"
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ from trainer_lib.strategies.tensor_parallel.styles import features, is_matrix
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head")
+_HEAD_SIZES = (
+    "head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "dim_per_head", "d_k", "key_value_proj_dim",
+)  # fmt: skip
 # Other linear layers of a block that has heads, such as its feed-forward layers, have none.
 _PROJECTION = re.compile(
     r"(^|_)(w?[qkv]|w?qkv|w?kv|query|key|value|queries|keys|values|c_attn|in_proj)(_|\d|$)", re.IGNORECASE
@@ -19,7 +21,7 @@ _FUSED = re.compile(r"kv|query_key|c_attn|in_proj", re.IGNORECASE)
 
 
 def attributes_to_divide(
-    modules: Mapping[str, nn.Module], split: Collection[str]
+    modules: Mapping[str, nn.Module], split: Collection[str], ranks: int
 ) -> Iterator[tuple[nn.Module, str, int]]:
     """Yield the attributes that count heads of which each rank computes a part: the module, the name and the count.
 
@@ -28,6 +30,7 @@ def attributes_to_divide(
     Args:
         modules: The modules of a model, by name.
         split: The names of matrices of which each rank has a part of the outputs.
+        ranks: How many ranks split each matrix.
     """
     users: dict[tuple[str, int], list[str]] = {}
     for name, module in modules.items():
@@ -36,13 +39,25 @@ def attributes_to_divide(
             users.setdefault(heads, []).append(name)
     for (attribute, count), names in users.items():
         owner_name, _, key = attribute.rpartition(".")
-        owner = modules[owner_name]
-        size = _count(owner, _HEAD_SIZES)
-        is_whole = size is None or all(
-            _FUSED.search(name.rpartition(".")[2]) or features(modules[name])[1] == count * size[1] for name in names
-        )
-        if is_whole and all(name in split for name in names):
-            yield owner, key, count
+        is_divided = any(is_divided_by_script(modules, name, count, ranks) for name in names)
+        if not is_divided and all(name in split for name in names):
+            yield modules[owner_name], key, count
+
+
+def is_divided_by_script(modules: Mapping[str, nn.Module], name: str, count: int, ranks: int) -> bool:
+    """Whether a count of heads is that of one rank before the weight is split, by the size of a head.
+
+    Args:
+        modules: The modules of a model, by name.
+        name: The name of a projection.
+        count: The number of heads that the module around it says.
+        ranks: How many ranks split each matrix.
+    """
+    owner_name, _, attribute = name.rpartition(".")
+    size = _count(modules[owner_name], _HEAD_SIZES)
+    if size is None or _FUSED.search(attribute):
+        return False
+    return features(modules[name])[1] == count * size[1] * ranks
 
 
 def heads_of(modules: Mapping[str, nn.Module], name: str) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.strategies.tensor_parallel import adapters, experts
-from trainer_lib.strategies.tensor_parallel.attention_heads import heads_of
+from trainer_lib.strategies.tensor_parallel.attention_heads import heads_of, is_divided_by_script
 from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of
 
 _logger = get_logger(__name__)
@@ -229,7 +229,9 @@ def _check_sizes(model: nn.Module, chosen: Mapping[str, str], modules: Mapping[s
                 sizes[option] = heads
     if not hasattr(config, "num_attention_heads"):
         split = [name for name, style in chosen.items() if style == "colwise"]
-        sizes |= dict(heads for heads in (heads_of(modules, name) for name in split) if heads is not None)
+        heads = {name: found for name in split if (found := heads_of(modules, name)) is not None}
+        divided = {heads[name][0] for name in heads if is_divided_by_script(modules, name, heads[name][1], size)}
+        sizes |= {attribute: count for attribute, count in heads.values() if attribute not in divided}
     if config is not None and "colwise_loss_parallel" in chosen.values():
         sizes["vocab_size"] = config.vocab_size
     wrong = {name: count for name, count in sizes.items() if count % size}

@@ -167,8 +167,9 @@ class MatrixSplitting(Splitting):
     def _divide_heads(self, held: dict[str, nn.Module]) -> None:
         """Let attention arrange as many heads as this rank computes."""
         split = {adapters.layer_name(name) for name, style in self.styles.items() if style == "colwise"}
-        for module, attribute, count in list(attributes_to_divide(adapters.without_inner(held), split)):
-            setattr(module, attribute, count // self._mesh.size())
+        ranks = self._mesh.size()
+        for module, attribute, count in list(attributes_to_divide(adapters.without_inner(held), split, ranks)):
+            setattr(module, attribute, count // ranks)
 
     def finish(self, model: nn.Module) -> None:
         """Have gradients summed that ranks compute parts of, and split where their weights are."""
