@@ -23,6 +23,24 @@ def test_earliest_word_is_the_cause() -> None:
     assert (error.rank, error.exit_code) == (2, 7)
 
 
+def test_an_error_of_several_lines_is_named_by_its_first() -> None:
+    hang = (
+        "HangError: No rank has made progress for 1 s: rank 1 hangs.\n  rank 0 is in step 5\nThe stacks are in a file."
+    )
+    error = failed([Failure(rank=rank, exit_code=70, traceback=hang, when=rank) for rank in (0, 1)], num_processes=2)
+    assert str(error).splitlines()[:2] == [
+        "Process 0 of 2 failed with exit code 70.",
+        "After that, process 1 raised HangError: No rank has made progress for 1 s: rank 1 hangs.",
+    ]
+    failures = [
+        Failure(rank=0, exit_code=1, traceback=trace("ValueError: first"), when=1),
+        Failure(rank=1, exit_code=1, traceback=trace("ValueError: wrong rows:\n  row 3\nin train.csv"), when=2),
+        Failure(rank=2, exit_code=1, traceback='  File "train.py", line 1\n    (\n    ^\nSyntaxError: open', when=3),
+    ]
+    second = str(failed(failures, num_processes=3)).splitlines()[1]
+    assert second == "After that, process 1 raised ValueError: wrong rows:; process 2 raised SyntaxError: open."
+
+
 def test_sudden_death_comes_before_words() -> None:
     failures = [
         Failure(rank=0, exit_code=1, traceback=trace("RuntimeError: lost 1"), when=1),

@@ -144,10 +144,7 @@ def _error_of(traceback: str) -> str:
 def _briefly(failure: Failure) -> str:
     if failure.traceback is None:
         return f"process {failure.rank} {failure.how}"
-    # The error comes after the last indented line; its notes follow.
-    error = ""
-    for before, line in itertools.pairwise(failure.traceback.splitlines()):
-        if before[:1].isspace() and line and not line[0].isspace():
-            error = line
-    error = error or _error_of(failure.traceback)  # without frames, such as for a script that cannot be read
+    error = _error_of(failure.traceback)
+    if not error[:1].isspace():  # all lines of an exception group are indented
+        error = error.partition("\n")[0]
     return f"process {failure.rank} raised {textwrap.shorten(error, _LINE, placeholder=' …').rstrip('.')}"
