@@ -105,7 +105,7 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, facts = run_command(capsys, "inspect", folder, "--json")
     assert (code, facts["step"], facts["manifest"]["schema"]) == (0, 15, 3)
     code, text = run_command(capsys, "inspect", folder / "checkpoints" / "checkpoint-00000005")
-    assert "saved by 1 processes" in text
+    assert "saved by 1 process, precision" in text
     assert "model.safetensors" in text
 
 

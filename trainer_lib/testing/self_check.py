@@ -35,8 +35,9 @@ def main() -> None:
         CheckFailedError: By the first check that fails.
     """
     accelerator = Accelerator(gradient_accumulation_steps=_STEPS, fsdp_plugin=_plugin())
+    count = accelerator.num_processes
     accelerator.print(
-        f"{accelerator.num_processes} processes, {accelerator.device.type}, {accelerator.distributed_type}, "
+        f"{count} process{'' if count == 1 else 'es'}, {accelerator.device.type}, {accelerator.distributed_type}, "
         f"mixed_precision={accelerator.mixed_precision}"
     )
     for subject, check in _CHECKS.items():

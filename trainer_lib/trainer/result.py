@@ -155,7 +155,10 @@ class FitResult:
                 "run",
                 ", ".join(filter(None, (state.run_id, state.status))) + (f" ({state.reason})" if state.reason else ""),
             ),
-            ("steps", f"{state.step} in {state.epochs:.4g} epochs, {state.seconds:.1f} s"),
+            (
+                "steps",
+                f"{state.step} in {state.epochs:.4g} epoch{'' if state.epochs == 1 else 's'}, {state.seconds:.1f} s",
+            ),
             *((name, self._number(name, value)) for name, value in {**self.metrics, **self.throughput}.items()),
         ]
         if state.best is not None:

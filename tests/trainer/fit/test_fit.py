@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,15 @@ def test_the_banner_says_what_will_happen(capsys: pytest.CaptureFixture[str], tm
     ):
         assert line in banner
     assert banner.count("\n  model ") == 1
+
+
+def test_one_epoch_is_not_a_plural(capsys: pytest.CaptureFixture[str]) -> None:
+    line = trainer(arguments(num_train_epochs=1))
+    result = line.fit()
+    assert re.search(r"steps +5 in 1 epoch, ", str(result))
+    assert "5 steps, 5 an epoch, 1 epoch\n" in capsys.readouterr().err
+    assert " in 1 epoch, " in line.model_card()
+    assert "5 updates in all (1 epoch)" in str(trainer(arguments(num_train_epochs=1)).check())
 
 
 @pytest.mark.parametrize(

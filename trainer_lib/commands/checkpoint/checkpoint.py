@@ -126,7 +126,8 @@ def _inspect(options: argparse.Namespace) -> int:
         return int(one.problem is not None)
     print(f"{one.path}\n  {one.status}, step {one.step}, {convert_bytes(one.size)}, {_age(one.saved)} ago")
     _print_run(one)
-    print(f"  saved by {one.manifest.world_size} processes, precision {one.manifest.precision}")
+    saved_by = f"{one.manifest.world_size} process{'' if one.manifest.world_size == 1 else 'es'}"
+    print(f"  saved by {saved_by}, precision {one.manifest.precision}")
     print(f"  with {', '.join(f'{name} {version}' for name, version in one.manifest.versions.items())}")
     print(f"  parts: {', '.join(one.manifest.parts)}")
     for name, facts in one.manifest.files.items():

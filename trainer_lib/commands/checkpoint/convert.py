@@ -67,7 +67,7 @@ def convert(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"path": str(options.folder), "target": str(options.target), **facts}, indent=1))
         return 0
-    epochs = "" if found.epochs is None else f", {found.epochs:.10g} epochs"
+    epochs = "" if found.epochs is None else f", {found.epochs:.10g} epoch{'' if found.epochs == 1 else 's'}"
     print(f"The checkpoint of {found.library} in {options.folder} (step {found.step}{epochs}) is in {options.target}.")
     for name, reason in found.left_out.items():
         print(f"  without {name}: {reason}")

@@ -137,7 +137,7 @@ def _length(context: FitContext) -> str:
     if state.steps_per_epoch:
         parts.append(f"{state.steps_per_epoch} an epoch")
     if state.max_epochs is not None:
-        parts.append(f"{state.max_epochs:g} epochs")
+        parts.append(f"{state.max_epochs:g} epoch{'' if state.max_epochs == 1 else 's'}")
     if args.token_limit is not None:
         parts.append(f"at most {args.token_limit:,} tokens")
     if args.time_limit is not None:

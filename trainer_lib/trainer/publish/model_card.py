@@ -200,7 +200,8 @@ def _summary(
     end = "" if state.reason is None else f" It ended early: {state.reason}."
     return (
         f"A {kinds}{base}, trained{data} with trainer_lib: {state.step:,} updates of {state.samples:,} samples in "
-        f"{state.epochs:.4g} epochs, {_duration(state.seconds)} on {_devices(trainer)}.{end}\n"
+        f"{state.epochs:.4g} epoch{'' if state.epochs == 1 else 's'}, {_duration(state.seconds)} "
+        f"on {_devices(trainer)}.{end}\n"
     )
 
 

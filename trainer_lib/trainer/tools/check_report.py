@@ -133,7 +133,7 @@ class CheckReport:
             f"{self.samples_per_epoch:,} samples and" if self.samples_per_epoch is not None else "",
             f"{self.steps_per_epoch:,} updates an epoch;" if self.steps_per_epoch is not None else "",
             f"{self.steps:,} updates in all" if self.steps is not None else "the number of updates is not known",
-            f"({self.epochs:g} epochs)" if self.epochs is not None else "",
+            f"({self.epochs:g} epoch{'' if self.epochs == 1 else 's'})" if self.epochs is not None else "",
         ]
         return " ".join(part for part in known if part)
 
