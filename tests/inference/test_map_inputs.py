@@ -1,10 +1,12 @@
 """`map_between_processes`: results in the order of the inputs, on all ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.pages import run_example
 from tests.worlds import run_world
 from trainer_lib import PartialState
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
@@ -34,6 +36,19 @@ def test_results_are_in_the_order_of_the_inputs(processes: int) -> None:
         ordered = sorted((7 * number % 11 for number in range(11)), reverse=True)
         batches = [ordered[start : start + 2] for start in range(0, 11, 2)]
         assert [[len(word) for word in words] for words in calls] == batches[rank::processes]
+
+
+def _prompts_of_the_page(folder: Path) -> list[list[int]]:
+    torch.seed()  # as processes that were not forked from one
+    (own := folder / str(PartialState().process_index)).mkdir()
+    return [prompt.tolist() for prompt in run_example("inference.md", "map_between_processes(", own)["prompts"]]
+
+
+def test_the_example_of_the_page_on_two_processes(tmp_path: Path) -> None:
+    """Both processes have the same prompts, and the assertion of the page holds."""
+    pytest.importorskip("transformers")
+    first, second = run_world(_prompts_of_the_page, (tmp_path,), timeout=300)
+    assert first == second
 
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
