@@ -229,6 +229,13 @@ def test_a_misspelt_section_is_refused_and_one_that_is_commented_out_is_not() ->
     assert DeepSpeedPlugin({"_optimizer": {}, "bfloat16": {}, "zero_optimization": section}).zero_stage == 3
 
 
+def test_equal_configs_are_equal_and_shown_alike_on_all_ranks() -> None:
+    first, second, other = (DeepSpeedPlugin(zero_stage=stage) for stage in (2, 2, 3))
+    assert (first == second, first == other) == (True, False)
+    assert repr(first) == repr(second)  # what ranks compare before a fit
+    assert "'stage': 2" in repr(first)
+
+
 @pytest.mark.parametrize(("text", "says"), [("{", "is no valid JSON"), ("[]", "must hold a JSON object .got list")])
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "ds.json"

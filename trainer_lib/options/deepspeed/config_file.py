@@ -28,6 +28,16 @@ class HfDeepSpeedConfig:
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config: dict[str, Any] = _read(config_file_or_dict)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both have equal values."""
+        return isinstance(other, HfDeepSpeedConfig) and self.config == other.config
+
+    __hash__: None = None  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+
+    def __repr__(self) -> str:
+        """Return the values: equal configs have equal representations, on other ranks too."""
+        return f"HfDeepSpeedConfig({self.config!r})"
+
     @classmethod
     def of_section(cls, section: dict[str, Any]) -> "HfDeepSpeedConfig":
         """Return a config over a section itself, not a copy of it."""
