@@ -1,6 +1,9 @@
 """`launch --use_deepspeed`: its values reach the plugin, and scripts train with the numbers of one process."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.launched import run_launched
+from tests.launched import PYTHON_PATH, run_launched
 from tests.strategies.test_deepspeed import needs_deepspeed
 from trainer_lib import Accelerator, ConfigurationError, DeepSpeedPlugin, MissingPackageError
 from trainer_lib.foundation.environment import patch_environment
@@ -114,6 +117,23 @@ def test_a_loop_is_launched_from_a_file(tmp_path: Path) -> None:
     told = launched(tmp_path, "loop", "--config_file", str(tmp_path / "config.yaml"))
     assert told[:2] == [3, 2]
     torch.testing.assert_close(torch.tensor(told[2]), by_hand(), rtol=1e-5, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_script_without_a_launcher_trains_on_one_process(tmp_path: Path) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    variables = {name: value for name, value in os.environ.items() if name not in names}
+    variables |= {**ASKED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_BUILD_OPS": "0"}
+    variables |= {"PYTHONPATH": os.pathsep.join(filter(None, [PYTHON_PATH, os.environ.get("PYTHONPATH")]))}
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", "trainer"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "told.json").read_text())[:2] == [3, 1]
 
 
 @needs_deepspeed

@@ -122,6 +122,14 @@ def test_torchrun_beats_slurm_beats_mpi() -> None:
     ] == ["torchrun", "srun", "mpirun"]
 
 
+def test_a_local_rank_that_was_set_for_deepspeed_is_no_launchers() -> None:
+    with clear_environment():
+        with environment.local_rank_set(0):
+            assert os.environ["LOCAL_RANK"] == "0"
+            assert read_world() is None
+        assert not os.environ
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +290,11 @@ def elastic_attempt() -> str | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def local_rank_set(rank: int) -> AbstractContextManager[None]:
+    """Set `LOCAL_RANK` for a package that reads it, where no launcher did, for the length of a `with` block."""
+    return patch_environment(LOCAL_RANK=rank, **{launcher_variables.LOCAL_RANK_IS_OURS: 1})
 
 
 def read_world() -> World | None:

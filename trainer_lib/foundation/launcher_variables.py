@@ -12,6 +12,9 @@ from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 # srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
+LOCAL_RANK_IS_OURS = "TRAINER_LIB_LOCAL_RANK"
+"""The variable beside a `LOCAL_RANK` that this library set for another package."""
+
 _LOCALHOST = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15000, 17000  # below those that Linux gives to connections
 
@@ -94,7 +97,7 @@ def _is_within(inner: World, outer: World) -> bool:
 def _torchrun_world(env: Mapping[str, str], scheduled: World | None) -> World | None:
     missing = [key for key in ("RANK", "WORLD_SIZE") if key not in env]
     if len(missing) == 2:
-        if scheduled is None and env.get("LOCAL_RANK", "-1") != "-1":
+        if scheduled is None and env.get("LOCAL_RANK", "-1") != "-1" and LOCAL_RANK_IS_OURS not in env:
             raise ConfigurationError(
                 f"LOCAL_RANK={env['LOCAL_RANK']} is set but RANK and WORLD_SIZE are not. "
                 "Start with torchrun or `trainer-lib launch`, which set all three, or unset LOCAL_RANK."

@@ -280,6 +280,9 @@ class AcceleratorState(ProcessControl):
     def _prepare_sharding(self, partial: PartialState) -> None:
         if self.deepspeed_plugins is not None or self.megatron_lm_plugin is not None:
             partial.form_group()
+        if self.deepspeed_plugins is not None and environment.variable("LOCAL_RANK") is None:
+            # DeepSpeed reads it in forwards too.
+            self._environment.enter_context(environment.local_rank_set(partial.local_process_index))
         if self.fsdp_plugin is None:
             return
         partial.form_group()
