@@ -229,6 +229,36 @@ def test_a_misspelt_section_is_refused_and_one_that_is_commented_out_is_not() ->
     assert DeepSpeedPlugin({"_optimizer": {}, "bfloat16": {}, "zero_optimization": section}).zero_stage == 3
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"zero_optimization": True},
+            r'zero_optimization in the DeepSpeed config must be .* as {"stage": 2} .got True',
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, r'"device": "cpu"} .got \'cpu\''),
+        ({"bf16": True}, r'bf16 in the DeepSpeed config must be an object with keys, such as {"enabled": true}'),
+        ({"optimizer": "AdamW"}, r'optimizer in .* such as {"type": "AdamW"'),
+        ({"bfloat16": {"enabled": True}}, "has 'bfloat16'. Did you mean 'bf16'"),
+        (
+            {"zero_optimization": {"stge": 2}},
+            "zero_optimization in the DeepSpeed config has 'stge'. Did you mean 'stage'",
+        ),
+        ({"zero_optimization": {"zero_stage": 3}}, "has 'zero_stage'. Did you mean 'stage'"),
+    ],
+)
+def test_a_section_that_would_have_no_effect_is_refused(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        DeepSpeedPlugin(config)
+
+
+def test_a_section_that_is_null_is_none() -> None:
+    plugin = DeepSpeedPlugin(
+        {"bf16": None, "zero_optimization": {"stage": 1, "offload_param": None}, "scheduler": None}
+    )
+    assert plugin.zero_stage == 1
+
+
 def test_equal_configs_are_equal_and_shown_alike_on_all_ranks() -> None:
     first, second, other = (DeepSpeedPlugin(zero_stage=stage) for stage in (2, 2, 3))
     assert (first == second, first == other) == (True, False)

@@ -32,6 +32,17 @@ _SECTIONS = (
     "train_batch_size", "train_micro_batch_size_per_gpu",
 )  # fmt: skip
 
+# Of these, another value than an object would have no effect. With an example of each.
+_OBJECTS = {
+    "zero_optimization": '{"stage": 2}',
+    "zero_optimization.offload_optimizer": '{"device": "cpu"}',
+    "zero_optimization.offload_param": '{"device": "cpu"}',
+    "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
+    "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}',
+    "fp16": '{"enabled": true}',
+    "bf16": '{"enabled": true}',
+}
+
 _WITHOUT_FILE: dict[str, Any] = {
     "train_batch_size": AUTO,
     "train_micro_batch_size_per_gpu": AUTO,
@@ -255,6 +266,20 @@ class DeepSpeedPlugin(Options):
             setattr(self, name, self.get_value(key))
 
     def _check_sections(self) -> None:
+        for name, example in _OBJECTS.items():
+            value = self.get_value(name)
+            if value is not None and not isinstance(value, dict):
+                raise ConfigurationError(
+                    f"{name} in the DeepSpeed config must be an object with keys, such as {example} (got {value!r})."
+                )
+        if self.deepspeed_config.get("bfloat16"):
+            raise ConfigurationError("The DeepSpeed config has 'bfloat16'. Did you mean 'bf16'?")
+        zero = self.get_value("zero_optimization") or {}
+        # Without a stage, this is stage 0, at which DeepSpeed does not look at the others.
+        if "stage" not in zero and (meant := get_close_matches("stage", zero, n=1)):
+            raise ConfigurationError(
+                f"zero_optimization in the DeepSpeed config has {meant[0]!r}. Did you mean 'stage'?"
+            )
         for name in self.deepspeed_config.keys() - _SECTIONS:
             meant = get_close_matches(name, _SECTIONS, n=1, cutoff=0.85)
             if meant and name[0].isalpha():  # others, such as "_optimizer", are commented out
