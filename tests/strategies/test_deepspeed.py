@@ -184,6 +184,14 @@ def test_the_engine_gets_what_is_sharded_and_nothing_that_is_ours() -> None:
     assert not {"train_batch_size", "optimizer", "bf16"} & set(config)
 
 
+def test_stage_1_has_nothing_to_overlap() -> None:
+    for stage, overlap in ((1, None), (2, True)):
+        plugin = DeepSpeedPlugin({"zero_optimization": {"stage": stage, "overlap_comm": True}})
+        config = engine_config(plugin, nn.Linear(2, 2))
+        assert config["zero_optimization"].get("overlap_comm") is overlap
+        assert plugin.get_value("zero_optimization.overlap_comm") is True
+
+
 OF_CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
     "gradient_accumulation_steps": "auto",

@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def config(stage: int) -> dict[str, Any]:
     """Return a config of one stage."""
-    return {**CONFIG, "zero_optimization": {"stage": stage}}
+    return {**CONFIG, "zero_optimization": {"stage": stage, "overlap_comm": True}}
 
 
 class Killed(Callback):

@@ -63,6 +63,9 @@ def engine_config(plugin: DeepSpeedPlugin, model: nn.Module) -> dict[str, Any]:
     refuse_unsupported(config)
     for key in OURS:
         config.del_config_sub_tree(key)
+    if config.get_value("zero_optimization.stage") == 1:
+        # Gradients are reduced when the optimizer steps: there is nothing to overlap, and DeepSpeed refuses it.
+        config.del_config_sub_tree("zero_optimization.overlap_comm")
     fill_auto_values(config, training_values(hidden_size=_hidden_size(model)))
     values = copy.deepcopy(config.config)
     return {
