@@ -48,6 +48,8 @@ weights = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
     with open("told.json", "w") as file:
         json.dump([plugin and plugin.zero_stage, accelerator.num_processes, weights["weight"].tolist()], file)
+accelerator.end_training()
+accelerator.free_memory()
 """
 CONFIG = """
 distributed_type: DEEPSPEED

@@ -135,7 +135,8 @@ class DeepSpeed(Strategy):
         """Release the models and optimizers."""
         for model in self._models:
             if (engine := model.__dict__["engine"]) is not None:
-                engine.destroy()
+                if dist.is_initialized():  # not after end_training(); DeepSpeed asks for its rank
+                    engine.destroy()
                 model.attach(None)
         self._models.clear()
         self._optimizers.clear()
