@@ -225,6 +225,23 @@ def test_dummies_become_the_optimizer_and_the_schedule_of_the_config() -> None:
     assert get_active_deepspeed_plugin(accelerator.state) is plugin
 
 
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_a_schedule_of_the_config_rises_to_the_rate_of_the_scripts_own_optimizer() -> None:
+    section = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+    }
+    plugin = DeepSpeedPlugin({"scheduler": section, "zero_optimization": {"stage": 0}})
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+    _, schedule = apply_config(plugin, [optimizer, DummyScheduler(optimizer, warmup_num_steps=2)], 1, 1)
+    for _ in range(3):
+        schedule.step()
+    assert plugin.filled["scheduler.params.warmup_max_lr"] == 0.5
+    assert schedule.get_last_lr() == [0.5]
+
+
 def test_the_config_accumulates_where_the_script_says_nothing() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0, gradient_accumulation_steps=3))
     assert accelerator.gradient_accumulation_steps == 3

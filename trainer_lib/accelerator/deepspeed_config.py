@@ -80,7 +80,7 @@ def _fill(
         micro_batch_size=plugin.micro_batch_size(sizes) if sizes else None,
         accumulation_steps=accumulation_steps,
         num_processes=num_processes,
-        learning_rate=optimizers[0].lr if optimizers else None,
+        learning_rate=_learning_rate(optimizers, schedules),
         weight_decay=optimizers[0].weight_decay if optimizers else None,
         warmup_steps=schedules[0].warmup_num_steps if schedules else None,
         total_steps=schedules[0].total_num_steps if schedules else None,
@@ -99,6 +99,16 @@ def _fill(
     for dummy, section in ((optimizers, "optimizer"), (schedules, "scheduler")):
         if dummy:
             _name_differences(plugin, type(dummy[0]).__name__, section, dummy[0].given)
+
+
+def _learning_rate(optimizers: Sequence[DummyOptim], schedules: Sequence[DummyScheduler]) -> Any:
+    """Return the learning rate of the script: of a dummy, or of the optimizer that a schedule follows."""
+    for optimizer in (*optimizers, *(schedule.optimizer for schedule in schedules)):
+        if isinstance(optimizer, DummyOptim):
+            return optimizer.lr
+        if isinstance(optimizer, Optimizer):
+            return optimizer.defaults.get("lr")
+    return None
 
 
 def _name_differences(plugin: DeepSpeedPlugin, kind: str, section: str, given: Mapping[str, Any]) -> None:
