@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -604,6 +605,27 @@ def test_nvme_is_refused_before_a_model_is_built() -> None:
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
+def test_an_optimizer_that_reads_whole_weights_is_warned_of() -> None:
+    def body() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("trainer_lib.strategies.deepspeed.deepspeed").addHandler(handler)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+        for kind in (torch.optim.AdamW, torch.optim.Adafactor):
+            model = nn.Linear(4, 2)
+            accelerator.prepare(model, kind(model.parameters()))
+        return said
+
+    for said in run_forked(body, num_processes=1, timeout=100):
+        assert [line.split(":")[0] for line in said] == [
+            "Adafactor reads norms or factors of whole weights, and DeepSpeed gives it shards"
+        ]
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
 def test_misuse_is_refused_in_words() -> None:
     def body() -> list[str]:
         accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
@@ -611,12 +633,14 @@ def test_misuse_is_refused_in_words() -> None:
         lone = accelerator.prepare(nn.Linear(4, 2))
         optimizer = torch.optim.AdamW(model.parameters())
         prepared, stepped = accelerator.prepare(model, optimizer)
+        layer = nn.Linear(4, 2, bias=False)
         weightless = nn.Linear(2, 1)
         weightless.scale = nn.Parameter(torch.tensor(1.0))
         messages: list[str] = []
         for call in (
             lambda: lone(torch.ones(1, 4)),
             lambda: accelerator.prepare(torch.optim.SGD([model.weight])),
+            lambda: accelerator.prepare(layer, torch.optim.Muon(layer.parameters())),
             lambda: accelerator.clip_grad_norm_([model.weight], 1.0),
             lambda: accelerator.prepare(weightless),
             lambda: stepped.step(lambda: None),
@@ -631,6 +655,7 @@ def test_misuse_is_refused_in_words() -> None:
     expected = (
         "its optimizer was not: DeepSpeed needs both to train",
         "second optimizer of one Linear",
+        "Muon updates matrices, and DeepSpeed gives optimizers shards as vectors. Shard with FSDP",
         "1 of the 2 trained parameters were left out",
         "scale is a weight without dimensions",
         "optimizer.step(closure) does not work with DeepSpeed",

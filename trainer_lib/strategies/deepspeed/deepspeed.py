@@ -30,6 +30,9 @@ from trainer_lib.strategies.validate import check_has_whole_weights
 
 _logger = get_logger(__name__)
 
+# They read norms or factors of a whole weight, and a shard is a part of all weights, as a vector.
+_OF_WHOLE_WEIGHTS = ("adafactor", "apollo", "galore", "lamb", "lars", "shampoo", "soap")
+
 
 class DeepSpeed(Strategy):
     """`deepspeed.initialize` with ZeRO 1 to 3, for each model with its optimizer.
@@ -74,6 +77,7 @@ class DeepSpeed(Strategy):
         """Return an optimizer that ZeRO steps."""
         if any(known.optimizer is optimizer for known in self._optimizers):
             raise PreparationError(f"This {type(optimizer).__name__} is prepared already.")
+        _check_updates_vectors(type(optimizer))
         wrapped = ZeroOptimizer(optimizer, self._clip_by_config)
         self._optimizers.append(wrapped)
         return wrapped
@@ -281,6 +285,22 @@ def _check_dimensions(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{name} is a weight without dimensions, which DeepSpeed cannot broadcast. Give it the shape (1,)."
             )
+
+
+def _check_updates_vectors(kind: type[Optimizer]) -> None:
+    name = kind.__name__
+    if "Muon" in name and not kind.__module__.startswith("deepspeed."):
+        raise UnsupportedError(
+            f"{name} updates matrices, and DeepSpeed gives optimizers shards as vectors. Shard with FSDP (fsdp=True in "
+            "a Trainer), or use an optimizer such as AdamW."
+        )
+    if any(of_whole in name.lower() for of_whole in _OF_WHOLE_WEIGHTS):
+        _logger.warning_once(
+            "%s reads norms or factors of whole weights, and DeepSpeed gives it shards: its updates are not those of "
+            "one process, and depend on the number of ranks. FSDP gathers whole weights for torch.optim.Adafactor "
+            "(fsdp=True in a Trainer); AdamW and SGD have the same updates with DeepSpeed.",
+            name,
+        )
 
 
 def _check_pair(optimizer: ZeroOptimizer, models: Sequence[EngineModel], trained: set[int]) -> None:
