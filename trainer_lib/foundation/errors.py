@@ -62,7 +62,9 @@ class OtherClassError(CheckpointError):
 
     def __init__(self, message: str, part: str, saved: str, present: str) -> None:
         super().__init__(message)
-        self.part, self.saved, self.present = part, saved, present
+        self.part: str = part
+        self.saved: str = saved
+        self.present: str = present
 
 
 class DamagedError(CheckpointError):
