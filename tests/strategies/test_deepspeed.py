@@ -392,6 +392,42 @@ def test_two_models_train_side_by_side() -> None:
         toy.assert_same(values, weights, rtol=1e-4)
 
 
+def step_without_backward(stage: int, offloads: bool) -> list[bool]:
+    """Return whether weights changed: by an update, and by further steps without a backward."""
+    plugin = DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device="cpu" if offloads else None)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    torch.manual_seed(0)
+    model = nn.Linear(10, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    changes: list[bool] = []
+
+    def step() -> None:
+        before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        optimizer.step()
+        after = accelerator.get_state_dict(model)
+        changes.append(any(not torch.equal(before[name], after[name]) for name in before))
+
+    step()
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 10)).sum())
+        model(torch.ones(1, 10))  # a forward without a backward, as an evaluation is one
+        step()
+        optimizer.zero_grad()
+        step()
+    accelerator.free_memory()
+    return changes
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_without_a_backward_changes_nothing(stage: int, offloads: bool) -> None:
+    on_main, *_ = run_forked(step_without_backward, (stage, offloads), num_processes=2)  # which alone has whole weights
+    assert on_main == [False, True, False, True, False]
+
+
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")

@@ -55,7 +55,7 @@ class ZeroOptimizer(Optimizer):
         return {device: self.shards.group.all_reduce(flag) for device, flag in flags.items()}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the weights on all ranks.
+        """Update the weights on all ranks; without a backward do nothing, as torch's optimizers do.
 
         Raises:
             PreparationError: If its model is not prepared.
@@ -71,6 +71,8 @@ class ZeroOptimizer(Optimizer):
                 f"This {type(self.optimizer).__name__} was prepared, and its model was not: DeepSpeed needs both. Give "
                 "prepare() the model too."
             )
+        if not self.shards.has_gradients:
+            return
         self.shards.reduce_gradients()
         self._before_step(self.shards)
         self.shards.step()

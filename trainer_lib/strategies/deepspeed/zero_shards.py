@@ -58,6 +58,16 @@ class ZeroShards:
 
     # -- an update -----------------------------------------------------------------------------------------------
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has run since the gradients were dropped."""
+        zero = self.zero
+        if self._is_reduced:
+            return True
+        if self.stage == 3:  # which counts a backward when the next forward begins
+            return zero.micro_step_id > 0 or zero._epilogue_ran_this_backward  # pyright: ignore[reportPrivateUsage]
+        return zero.micro_step_id > -1
+
     def reduce_gradients(self) -> None:
         """Complete the gradients of the window and put them into the shards' `grad`, once an update.
 
