@@ -110,7 +110,7 @@ class _Agent(_TorchAgent):
         self._plan = plan
         # A program prints its tracebacks itself; with `tee`, each line with a prefix.
         self._is_printed = isinstance(entry, str) and plan.tee == "0"
-        self._died: set[int] = set()
+        self._died: dict[int, int | None] = {}  # by themselves: their exit codes, where torch does not know them
         self.interruption: int | None = None  # the exit code of processes that ended early on request
         self._failures: list[Failure] = []
         self._served: dist.TCPStore | None = None  # to the processes of all machines, by the first one
@@ -153,10 +153,10 @@ class _Agent(_TorchAgent):
                 return
             has_failed = death_sig is None
             # Processes that are dead by now failed by themselves; the rest are ended here.
-            self._died |= set(getattr(context, "_failures", ()))
+            self._died |= dict.fromkeys(getattr(context, "_failures", ()))
             if death_sig is None and self._are_ending(context):
                 self._wait_for_all(context)
-                self._died |= {rank for rank, code in _exit_codes(context).items() if code}
+                self._died |= {rank: code for rank, code in _exit_codes(context).items() if code}
             by_themselves = _exit_codes(context)
             close(death_sig, timeout)
             # A signal that is sent here after a failure is not an interruption.
@@ -192,7 +192,8 @@ class _Agent(_TorchAgent):
             is_only = failure is not None and len(result.failures) == 1
             if record.is_file() or worker.local_rank in self._died or is_only:
                 log = context.stderrs[worker.local_rank] or None
-                yield failure_of(worker.global_rank, failure and failure.exitcode, record, log)
+                code = self._died.get(worker.local_rank) if failure is None else failure.exitcode
+                yield failure_of(worker.global_rank, code, record, log)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         used = self._plan.max_restarts - self._remaining_restarts
