@@ -16,7 +16,7 @@ from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import LossResult, Weight
 from trainer_lib.trainer.metrics.running_means import RunningMeans
-from trainer_lib.trainer.overridable import is_overridden
+from trainer_lib.trainer.overridable import DEFAULTS
 from trainer_lib.trainer.prepared_models import PreparedModels
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def evaluator_of(trainer: TrainerInterface) -> "Evaluator":
     from trainer_lib.trainer import defaults
     from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 
-    is_own = "evaluation_step" in vars(trainer) or is_overridden(type(trainer), "evaluation_step")
+    is_own = getattr(trainer.evaluation_step, "__func__", None) is not DEFAULTS["evaluation_step"]
     of_loss = None if is_own else functools.partial(defaults.evaluation_output, trainer, keeps_outputs=False)
     return Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step, of_loss)
 

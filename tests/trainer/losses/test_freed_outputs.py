@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -327,6 +327,21 @@ def test_predictions_are_freed_before_the_next_batch(has_labels: bool) -> None:
     predictions = Trainer(model, arguments(per_device_eval_batch_size=4)).predict(rows).predictions
     assert predictions.shape == (8, CLASSES)
     assert model.kept == [False, False]
+
+
+def test_a_callback_may_evaluate_between_two_batches_of_a_prediction() -> None:
+    class EvaluatesOnce(Callback):
+        losses: ClassVar[list[float]] = []
+
+        def on_predict_batch_end(self, run: Run) -> None:
+            if not self.losses:
+                self.losses.append(run.trainer.evaluate(ROWS)["eval_loss"])
+
+    args = arguments(per_device_eval_batch_size=4)
+    alone = Trainer(Classifier(has_loss=True), args).predict(ROWS).predictions
+    between = Trainer(Classifier(has_loss=True), args, callbacks=[EvaluatesOnce()]).predict(ROWS).predictions
+    assert len(EvaluatesOnce.losses) == 1
+    assert (between == alone).all()
 
 
 def test_callbacks_see_predictions_of_an_evaluation() -> None:

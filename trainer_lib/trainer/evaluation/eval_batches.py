@@ -36,7 +36,6 @@ class EvalBatches:
     ) -> None:
         self._dispatcher, self._in_lockstep, self._compiled = dispatcher, in_lockstep, compiled
         self._whole_step, self._step_of_loss = step, step_of_loss
-        self._step = step
         self.is_interrupted = False  # whether the last set was left before its end
         self._current: tuple[Any, PreparedLoader | None] = None, None  # the current batch, and what reads it
         self._fits: int | None = None  # the rows that fit into memory at once; None: all batches fit so far
@@ -59,18 +58,18 @@ class EvalBatches:
         begins, ends = self._dispatcher.listens(begin), self._dispatcher.listens(end)
         # A compiled model would compile once more for outputs that nobody sees.
         is_seen = needs_predictions or end in self._dispatcher.outputs_readers or self._compiled.compiles
-        self._step = self._whole_step if is_seen else self._step_of_loss
+        step = self._whole_step if is_seen else self._step_of_loss  # a callback may evaluate in between
         models = [model] if isinstance(model, nn.Module) else list(model.values())
-        for number, batch in enumerate(self._real(run, model, loader, limit), 1):
+        for number, batch in enumerate(self._real(step, run, model, loader, limit), 1):
             run.batch = batch
             if begins:
                 self._dispatcher.fire(begin, run)
             try:
                 if self._compiled.compiles:
                     with self._compiled.stance(run.batch, is_last=loader.end_of_dataloader):
-                        parts = self._parts(run, model, run.batch)
+                        parts = self._parts(step, run, model, run.batch)
                 else:
-                    parts = self._parts(run, model, run.batch)
+                    parts = self._parts(step, run, model, run.batch)
             except Exception as error:
                 add_note(error, f"batch {number} of {set_label}", run.batch, models, _SMALLER)
                 raise
@@ -81,7 +80,7 @@ class EvalBatches:
             run.outputs = None
             parts.clear()  # the next batch needs its memory
 
-    def _real(self, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
+    def _real(self, step: Step, run: Run, model: Any, loader: PreparedLoader, limit: int | None) -> Iterator[Any]:
         """Yield this rank's batches without repeated samples, until the run is asked to end."""
         loader.rewind()
         run.eval_loader = loader
@@ -100,28 +99,30 @@ class EvalBatches:
                     yield self._current[0]
                 elif self._in_lockstep:
                     # The other ranks need this one for their forward. Its own output is dropped.
-                    self._step(model, real_rows(batch, rows))
+                    step(model, real_rows(batch, rows))
                 if number == limit:
                     break
 
-    def _parts(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
+    def _parts(self, step: Step, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
         if self._fits is not None and (count_rows(batch) or 0) > self._fits:
-            return self._split(run, model, batch)
+            return self._split(step, run, model, batch)
         try:
-            return [_checked(self._step(model, batch))]
+            return [_checked(step(model, batch))]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             self._fits = self._half(batch, error)
             free_memory_of(error)
         self._dispatcher.fire("on_batch_size_reduced", run, self._fits)
-        return self._split(run, model, batch)
+        return self._split(step, run, model, batch)
 
-    def _split(self, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
+    def _split(self, step: Step, run: Run, model: Any, batch: Any) -> list[EvaluationOutput]:
         self._check_splits()
         rows, at_once = count_rows(batch) or 1, self._fits or 1
         cuts = range(0, rows, at_once)
-        return [p for cut in cuts for p in self._parts(run, model, take_rows(batch, cut, min(cut + at_once, rows)))]
+        return [
+            p for cut in cuts for p in self._parts(step, run, model, take_rows(batch, cut, min(cut + at_once, rows)))
+        ]
 
     def _half(self, batch: Any, error: BaseException) -> int:
         """Return how many rows to try next, or raise if the batch cannot be split."""
