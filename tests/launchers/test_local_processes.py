@@ -309,6 +309,34 @@ def test_processes_that_the_launcher_ends_do_not_hide_the_failure(
     assert f"Process 1 of 2 failed with exit code {code}." in done.stderr
 
 
+HANGS_TOGETHER = """
+import os, signal, sys
+from pathlib import Path
+from trainer_lib.processes.failure_record import record_failure
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(70))
+ready = Path(sys.argv[1], "ready")
+while os.environ["RANK"] == "0" and not ready.exists():
+    pass
+record_failure("HangError", "rank 0 hangs")
+if os.environ["RANK"] == "0":
+    os._exit(70)
+ready.touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--tee", "3"]], ids=["local", "torch's agent"])
+def test_a_process_that_ends_a_moment_after_another_keeps_its_exit_code(tmp_path: Path, options: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HANGS_TOGETHER)
+    command = [*COMMAND, "--num_processes", "2", *options, str(script), str(tmp_path)]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=paths(), timeout=60)
+    assert done.returncode == 70
+    assert "Process 1 of 2 failed with exit code 70.\nAfter that, process 0 raised HangError" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_processes_that_ignore_the_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -83,7 +83,9 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-def failure_of(rank: int, exit_code: int | None, record: Path, log: str | None = None) -> Failure:
+def failure_of(
+    rank: int, exit_code: int | None, record: Path, log: str | None = None, *, final_code: int | None = None
+) -> Failure:
     """Return the failure of a process that failed by itself, or that left a record of an error.
 
     Args:
@@ -91,8 +93,12 @@ def failure_of(rank: int, exit_code: int | None, record: Path, log: str | None =
         exit_code: Its exit code when the launcher ended the processes; `None` if it ran then.
         record: The file of its error, which it may not have written.
         log: The file of its output, if there is one.
+        final_code: Its exit code after the launcher ended the processes. It counts for one that ran then and chose its
+            code: that of an error, not of an interruption.
     """
     has_record = record.is_file()
+    if exit_code is None and final_code is not None and final_code > 0 and not reason_of(final_code):
+        exit_code = final_code
     return Failure(
         rank=rank,
         # The launcher may have killed a process that had recorded its error but not ended yet.

@@ -125,8 +125,12 @@ class _Launch:
         raise SystemExit(interruption)  # an interrupted run is not restarted
 
     def _failures(self, codes: Sequence[int | None]) -> list[Failure]:
-        ends = enumerate(zip(codes, self._records, strict=True))
-        return [failure_of(rank, code, record) for rank, (code, record) in ends if code or record.is_file()]
+        ends = enumerate(zip(codes, self._codes(), self._records, strict=True))
+        return [
+            failure_of(rank, code, record, final_code=final_code)
+            for rank, (code, final_code, record) in ends
+            if code or record.is_file()
+        ]
 
     def _are_ending(self, codes: Sequence[int | None]) -> bool:
         """Whether a process was interrupted, and so all are: they save together, then end one after the other."""
