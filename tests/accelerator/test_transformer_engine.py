@@ -104,5 +104,5 @@ def test_a_missing_package_or_gpu_is_named(contexts: list[Any], monkeypatch: pyt
         lambda: apply_fp8_autowrap(network(), None),
         lambda: contextual_fp8_autocast(network().forward, None),
     ):
-        with pytest.raises(MissingPackageError, match=r"pip install transformer_engine\[pytorch\]"):
+        with pytest.raises(MissingPackageError, match=r'pip install "transformer_engine\[pytorch\]"'):
             call()

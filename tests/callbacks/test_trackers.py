@@ -207,7 +207,7 @@ def test_configuration_errors_are_raised_before_training(tmp_path: Path, monkeyp
         with pytest.raises(error, match=message):
             make()  # type: ignore[no-untyped-call]
     monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
-    with pytest.raises(MissingPackageError, match=r"pip install trainer_lib\[wandb\]"):
+    with pytest.raises(MissingPackageError, match=r'pip install "trainer_lib\[wandb\]"'):
         WandbCallback()
-    with pytest.raises(MissingPackageError, match=r"pip install trainer_lib\[tensorboard\]"):
+    with pytest.raises(MissingPackageError, match=r'pip install "trainer_lib\[tensorboard\]"'):
         trainer([], tmp_path, report_to="tensorboard")

@@ -107,7 +107,10 @@ def test_an_accelerator_without_a_plugin_asks_the_launcher() -> None:
 
 @pytest.mark.skipif(is_deepspeed_available(), reason="DeepSpeed is installed")
 def test_an_accelerator_without_the_package_says_which_extra_it_needs() -> None:
-    with patch_environment(**ASKED), pytest.raises(MissingPackageError, match=r"pip install trainer_lib\[deepspeed\]"):
+    with (
+        patch_environment(**ASKED),
+        pytest.raises(MissingPackageError, match=r'pip install "trainer_lib\[deepspeed\]"'),
+    ):
         Accelerator(cpu=True)
 
 

@@ -78,7 +78,7 @@ def test_a_missing_torchdata_is_an_error_that_says_how_to_install_it(monkeypatch
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     stateful_kind.cache_clear()
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
-    with pytest.raises(MissingPackageError, match=r"torchdata.*`pip install trainer-lib\[torchdata\]`"):
+    with pytest.raises(MissingPackageError, match=r'torchdata.*`pip install "trainer_lib\[torchdata\]"`'):
         accelerator.prepare(DataLoader(Numbers(SIZE)))
 
 

@@ -1,7 +1,9 @@
 """Optional packages: whether they are installed."""
 
 import importlib.metadata
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -22,8 +24,19 @@ def test_a_package_is_found_without_being_imported() -> None:
 
 def test_require_returns_the_module_or_says_how_to_get_it() -> None:
     assert isinstance(require("json", "test"), ModuleType)
-    with pytest.raises(MissingPackageError, match=r"pip install no_such_package` or `pip install trainer-lib\[test\]"):
+    with pytest.raises(
+        MissingPackageError, match=r'pip install no_such_package` or `pip install "trainer_lib\[test\]"`'
+    ):
         require("no_such_package", "test")
+    with pytest.raises(MissingPackageError, match=r'Install it with `pip install "no_such_package\[all\]"`\.$'):
+        require("no_such_package", distribution="no_such_package[all]")
+
+
+def test_no_command_of_pip_has_brackets_that_a_shell_reads() -> None:
+    root = Path(imports.__file__).parents[1]
+    files = [*root.rglob("*.py"), *root.rglob("*.pyi"), *root.parent.glob("docs/**/*.md"), root.parent / "README.md"]
+    unquoted = re.compile(r"pip install\s+(?:\"\s+\")?[\w-]+\[")
+    assert not [file for file in files if unquoted.search(file.read_text())]
 
 
 def test_versions_are_compared_as_versions() -> None:

@@ -55,7 +55,7 @@ def test_invalid_trackers_are_refused(wanted: Any, message: str) -> None:
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_lib.tracking.base.is_package_available", lambda module: False)
-    with pytest.raises(MissingPackageError, match=r"needs the package comet_ml.*pip install trainer_lib\[comet\]"):
+    with pytest.raises(MissingPackageError, match=r'needs the package comet_ml.*pip install "trainer_lib\[comet\]"'):
         registry.tracker_class("comet_ml")
     assert get_available_trackers() == ["jsonl", *sorted(registry._registered)]
     assert filter_trackers(["wandb", "jsonl"], "logs") == ["jsonl"]
@@ -150,7 +150,7 @@ def test_a_tracker_named_twice_or_not_installed_is_left_out(
     twice, gone, again = [record.message for record in caplog.records]
     assert twice == "log_with names the tracker mlflow twice. It gets each value once."
     assert gone.startswith("log_with: The tracker swanlab needs the package swanlab, which is not installed.")
-    assert gone.endswith("`pip install trainer_lib[swanlab]`. It is left out.")
+    assert gone.endswith('`pip install "trainer_lib[swanlab]"`. It is left out.')
     assert "twice" in again
     with pytest.raises(ConfigurationError, match="log_with has the tracker 'silent' twice"):
         Accelerator(cpu=True, log_with=[Silent(), Silent()])

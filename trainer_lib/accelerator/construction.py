@@ -9,7 +9,7 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import has_cuda_graphs, has_symmetric_memory
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError, unknown
-from trainer_lib.foundation.imports import is_deepspeed_available
+from trainer_lib.foundation.imports import is_deepspeed_available, pip_install
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
@@ -168,7 +168,7 @@ def deepspeed_plugins(plugin: Any, plugins: Any) -> "DeepSpeedPlugins | None":
     if made.shards and not is_deepspeed_available():
         raise MissingPackageError(
             f"DeepSpeedPlugin(zero_stage={made.active.zero_stage}) needs DeepSpeed, which is not installed: "
-            "`pip install trainer_lib[deepspeed]`."
+            f"{pip_install('trainer_lib[deepspeed]')}."
         )
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
-from trainer_lib.foundation.imports import is_lomo_available
+from trainer_lib.foundation.imports import is_lomo_available, pip_install
 from trainer_lib.optimizer import AcceleratedOptimizer
 
 
@@ -37,7 +37,7 @@ def is_lomo(optimizer: AcceleratedOptimizer) -> bool:
 
 def _fused(optimizers: Sequence[AcceleratedOptimizer]) -> Any:
     if not is_lomo_available():
-        raise MissingPackageError("lomo_backward needs a LOMO optimizer: `pip install lomo-optim`.")
+        raise MissingPackageError(f"lomo_backward needs a LOMO optimizer: {pip_install('lomo-optim')}.")
     fused = [prepared.optimizer for prepared in optimizers if is_lomo(prepared)]
     if len(fused) != 1 or len(optimizers) != 1:
         raise ConfigurationError(

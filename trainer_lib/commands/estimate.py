@@ -34,7 +34,7 @@ def create_empty_model(
 
     library = library_name or "transformers"
     if library == "timm":
-        timm: Any = require("timm", "transformers")
+        timm: Any = require("timm")
         with init_empty_weights():
             return timm.create_model(model_name, pretrained=False)
     if library != "transformers":

@@ -24,6 +24,7 @@ from trainer_lib.foundation.errors import (
     UnsupportedError,
     unknown,
 )
+from trainer_lib.foundation.imports import pip_install
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _Result = TypeVar("_Result")
@@ -391,7 +392,7 @@ def _check_scheme(scheme: str) -> None:
     except ValueError as error:
         raise ConfigurationError(unknown("kind of URL", scheme, available_protocols())) from error
     except ImportError as error:
-        extra = " or `pip install trainer-lib[s3]`" if scheme in ("s3", "s3a") else ""
+        extra = f" or {pip_install('trainer_lib[s3]')}" if scheme in ("s3", "s3a") else ""
         raise MissingPackageError(f"{scheme}:// needs a package that is not installed: {error}{extra}.") from error
 
 

@@ -63,21 +63,29 @@ def version_of(package: str) -> str:
     return metadata.version(package)
 
 
-def require(module: str, extra: str, distribution: str | None = None) -> ModuleType:
+def require(module: str, extra: str | None = None, distribution: str | None = None) -> ModuleType:
     """Import an optional package, or raise with the extra that installs it.
 
     Args:
         module: The name in the import statement.
-        extra: The extra of this library that installs it.
+        extra: The extra of this library that installs it, if there is one.
         distribution: The name it is installed under, if that differs.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            f"{module} is not installed. Install it with `pip install {distribution or module}` or "
-            f"`pip install trainer-lib[{extra}]`."
-        ) from error
+        commands = [pip_install(distribution or module), *([pip_install(f"trainer_lib[{extra}]")] if extra else [])]
+        raise MissingPackageError(f"{module} is not installed. Install it with {' or '.join(commands)}.") from error
+
+
+def pip_install(requirement: str) -> str:
+    """Return the command that installs a package, for messages; zsh needs quotes around brackets.
+
+    Example:
+        >>> pip_install("boto3"), pip_install("trainer_lib[s3]")
+        ('`pip install boto3`', '`pip install "trainer_lib[s3]"`')
+    """
+    return f'`pip install "{requirement}"`' if "[" in requirement else f"`pip install {requirement}`"
 
 
 def compare_versions(library_or_version: "str | Version", operation: str, requirement_version: str) -> bool:

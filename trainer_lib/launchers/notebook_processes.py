@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, WorldError
-from trainer_lib.foundation.imports import is_package_available
+from trainer_lib.foundation.imports import is_package_available, pip_install
 from trainer_lib.launchers.device_count import check_enough, count_accelerators, forks_are_poisoned
 from trainer_lib.launchers.elastic import run_elastic
 from trainer_lib.launchers.first_device_use import describe_first_use
@@ -159,7 +159,7 @@ def _pickled(function: Callable[[], Any]) -> bytes:
         raise MissingPackageError(
             "The accelerator was used in this process already (a tensor moved to it, or only torch.cuda.is_available() "
             f"asked), so forked processes cannot use it. {describe_first_use()}Restart the kernel and touch it in the "
-            "launched function only, or install cloudpickle (`pip install cloudpickle`): then fresh processes are "
+            f"launched function only, or install cloudpickle ({pip_install('cloudpickle')}): then fresh processes are "
             "started instead."
         )
     return importlib.import_module("cloudpickle").dumps(function)

@@ -9,7 +9,7 @@ from torch import nn
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
-from trainer_lib.foundation.imports import is_torchao_available, is_transformer_engine_available
+from trainer_lib.foundation.imports import is_torchao_available, is_transformer_engine_available, pip_install
 from trainer_lib.options.base import KwargsHandler, check_choice, check_count, check_flag
 from trainer_lib.options.enums import FP8BackendType
 
@@ -178,11 +178,11 @@ def choose_recipe(recipe: FP8Recipe | None) -> FP8Recipe:
             "this version of torch. Use torchao: kwargs_handlers=[AORecipeKwargs()], or --fp8_backend ao."
         )
     if backend is FP8BackendType.AO and not is_torchao_available():
-        raise MissingPackageError("mixed_precision='fp8' needs torchao: `pip install torchao`.")
+        raise MissingPackageError(f"mixed_precision='fp8' needs torchao: {pip_install('torchao')}.")
     if backend is FP8BackendType.TE and not is_transformer_engine_available():
         raise MissingPackageError(
-            "mixed_precision='fp8' with Transformer Engine needs its package: `pip install "
-            "transformer_engine[pytorch]`, on a machine with CUDA. torchao works too: "
+            "mixed_precision='fp8' with Transformer Engine needs its package: "
+            f"{pip_install('transformer_engine[pytorch]')}, on a machine with CUDA. torchao works too: "
             "kwargs_handlers=[AORecipeKwargs()], or --fp8_backend ao."
         )
     return recipe

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer_lib.foundation.errors import MissingPackageError, UnsupportedError
-from trainer_lib.foundation.imports import is_transformer_engine_available
+from trainer_lib.foundation.imports import is_transformer_engine_available, pip_install
 from trainer_lib.modules import forwards
 from trainer_lib.options.enums import FP8BackendType
 from trainer_lib.options.fp8_options import TERecipeKwargs
@@ -145,7 +145,7 @@ def _filled(new: Any, old: Any) -> nn.Module:
 def _require_package() -> None:
     if not is_transformer_engine_available():
         raise MissingPackageError(
-            "fp8 layers of Transformer Engine need its package: `pip install transformer_engine[pytorch]`, on a "
+            f"fp8 layers of Transformer Engine need its package: {pip_install('transformer_engine[pytorch]')}, on a "
             "machine with CUDA. With torchao, Accelerator(mixed_precision='fp8') does it."
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, unknown
+from trainer_lib.foundation.imports import pip_install
 from trainer_lib.foundation.missing_features import AIM, missing_class
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
@@ -106,7 +107,7 @@ def tracker_class(name: Any) -> type[GeneralTracker]:
         if not built_in.is_installed():
             raise MissingPackageError(
                 f"The tracker {name} needs the package {built_in.module}, which is not installed. Install it with "
-                f"`pip install trainer_lib[{built_in.extra}]`."
+                f"{pip_install(f'trainer_lib[{built_in.extra}]')}."
             )
         return built_in
     loaded = _entry_points()[name].load()

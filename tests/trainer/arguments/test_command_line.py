@@ -178,5 +178,5 @@ def test_every_argument_is_described_and_grouped() -> None:
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    with pytest.raises(MissingPackageError, match=r"pip install trainer-lib\[cli\]"):
+    with pytest.raises(MissingPackageError, match=r'pip install "trainer_lib\[cli\]"'):
         TrainingArguments.from_cli([])

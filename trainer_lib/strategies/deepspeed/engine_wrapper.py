@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
-from trainer_lib.foundation.imports import is_deepspeed_available
+from trainer_lib.foundation.imports import is_deepspeed_available, pip_install
 from trainer_lib.strategies.deepspeed.engine_model import EngineModel
 
 # For each optimizer, by the name of its class: DeepSpeed's module and class, and the options that both have.
@@ -81,7 +81,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
         return optimizer
     if not is_deepspeed_available():
         raise MissingPackageError(
-            "map_pytorch_optim_to_deepspeed needs DeepSpeed: `pip install trainer_lib[deepspeed]`."
+            f"map_pytorch_optim_to_deepspeed needs DeepSpeed: {pip_install('trainer_lib[deepspeed]')}."
         )
     module, name, names = found
     for group in optimizer.param_groups:

@@ -3,7 +3,7 @@
 from torch import nn
 
 from trainer_lib.foundation.errors import MissingPackageError, UnsupportedError
-from trainer_lib.foundation.imports import is_package_available
+from trainer_lib.foundation.imports import is_package_available, pip_install
 from trainer_lib.trainer.losses.label_shift import is_from_transformers
 
 
@@ -20,8 +20,8 @@ def apply_liger_kernels(model: nn.Module, device_type: str) -> None:
     """
     if not is_package_available("liger_kernel", "liger-kernel"):
         raise MissingPackageError(
-            "use_liger_kernel=True needs liger-kernel, which is not installed. Install it with `pip install "
-            "liger-kernel`; chunked_cross_entropy=True saves the memory of logits without it."
+            "use_liger_kernel=True needs liger-kernel, which is not installed. Install it with "
+            f"{pip_install('liger-kernel')}; chunked_cross_entropy=True saves the memory of logits without it."
         )
     if device_type == "cpu":
         raise UnsupportedError(

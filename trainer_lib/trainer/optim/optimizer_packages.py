@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer_lib.foundation.errors import MissingPackageError
-from trainer_lib.foundation.imports import is_package_available
+from trainer_lib.foundation.imports import is_package_available, pip_install
 from trainer_lib.trainer.arguments.import_path import load
 
 # The names of transformers, where it has one. The first part of a path is the package.
@@ -60,6 +60,6 @@ def load_by_name(name: str) -> Callable[..., Any]:
     if not is_package_available(package):
         raise MissingPackageError(
             f"optimizer={name!r} is {PATHS[name]}, and {package} is not installed. Install it with "
-            f"`pip install {package}`."
+            f"{pip_install(package)}."
         )
     return load(PATHS[name], "optimizer")
