@@ -34,9 +34,16 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert listed[str(tmp_path / "two")]["losses"] == []
 
 
-def test_what_is_no_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_folder_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["runs", str(tmp_path)]) == 0
     assert "There are no runs in" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().out == f"There are no runs in {tmp_path}.\n"
+    assert main(["report", "."]) == 2
+    assert f"error: {tmp_path} has no run: no run.json" in capsys.readouterr().err
     assert main(["runs", str(tmp_path / "nowhere")]) == 2
     assert "is no folder" in capsys.readouterr().err
     assert main(["runs", str(tmp_path), "--watch"]) == 2
@@ -94,7 +101,13 @@ def test_a_report_is_written(
     assert main(["report", "runs", "--live", "--output", "x"]) == 2
     assert main(["report", "runs", "--live", "--port", "99999"]) == 2
     errors = capsys.readouterr().err
-    for message in ("does not exist", "RUN", "Add --live", "Leave out --output", "--port 99999 cannot be used"):
+    for message in (
+        "does not exist",
+        "RUN",
+        "Add --live",
+        "Leave out --output",
+        "--port 99999 cannot be used: ports are numbers from 0 to 65535. Leave",
+    ):
         assert message in errors
 
 

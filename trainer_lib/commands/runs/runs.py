@@ -98,7 +98,7 @@ def _listing(options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps([dataclasses.asdict(run) | {"path": str(run.path)} for run in map(_finite, runs)], indent=1)
     if not runs:
-        return f"There are no runs in {options.folder}."
+        return f"There are no runs in {options.folder.absolute()}."
     rows = [_row(run, options.folder, shows_sparklines(sys.stdout)) for run in runs]
     names = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
     return "\n".join(_lines([names, *([row[name] for name in names] for row in rows)]))

@@ -56,8 +56,9 @@ class LivePages:
         try:
             self._server = ThreadingHTTPServer((_HOST, port), Handler)
         except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "ports are numbers from 0 to 65535"
             raise ConfigurationError(
-                f"--port {port} cannot be used: {error}. Leave --port out to use a free one."
+                f"--port {port} cannot be used: {reason}. Leave --port out to use a free one."
             ) from error
         self._server.daemon_threads = True
         self.url: str = f"http://{_HOST}:{self._server.server_port}/"

@@ -48,7 +48,7 @@ def find_runs(paths: Sequence[AnyPath]) -> list[Source]:
         if not inside:
             problem = "has no run: no run.json or history.jsonl" if path.is_dir() else "does not exist"
             raise ConfigurationError(
-                f"{path} {problem}. Give the folder of a run, output_dir/RUN_ID, or its history file."
+                f"{path.absolute()} {problem}. Give the folder of a run, output_dir/RUN_ID, or its history file."
             )
         runs += [run for run in inside if run not in runs]
     if len(runs) > MAX_RUNS:
