@@ -89,6 +89,12 @@ def test_scripts_of_pages(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             assert set(codes) == {int(expected or 0)}, command
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_of_pages_print_the_result_of_a_fit_in_the_main_process_alone(page: Path) -> None:
+    for name, script, _ in SCRIPT.findall(page.read_text()):
+        assert not re.search(r"^print\(.*\.fit\(", script, re.MULTILINE), name
+
+
 def processes_and_script(words: list[str]) -> tuple[int, list[str]]:
     """Return how many processes the launcher starts for a command (0: it is not used), and the script's own words."""
     if words[0] == "python":
