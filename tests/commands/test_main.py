@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launched import PYTHON_PATH
 from trainer_lib.commands.main import main
 
 
@@ -43,6 +44,26 @@ def test_commands_end_quietly_when_nobody_reads_their_output(arguments: list[str
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("module", ["foundation.errors", "commands.env", "commands.subcommands"])
+def test_ctrl_c_during_an_import_has_no_traceback(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import signal, sys
+
+class PressCtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "trainer_lib.{module}":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, PressCtrlC())
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), PYTHON_PATH])}
+    command = [sys.executable, "-m", "trainer_lib", "env"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "trainer-lib env: interrupted.\n")
 
 
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError, unknown
-
 # The module of each command, whose `run(arguments)` runs it; imported only when needed.
 COMMANDS = {
     "launch": ("trainer_lib.commands.launch.launch", "start a script on one or several processes"),
@@ -37,16 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 2 for a wrong option, or that of a failed script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
+    try:  # all imports are inside, so that Ctrl-C during one of them has no traceback
+        return _code(name, arguments[1:])
+    except KeyboardInterrupt:
+        print(f"trainer-lib {name}: interrupted.", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _code(name: str, arguments: Sequence[str]) -> int:
+    from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError
+
     try:
-        code = _run(name, arguments[1:])
+        code = _run(name, arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except TrainerLibError as error:
         print(f"trainer-lib {name}: error: {error}", file=sys.stderr)
         return _WRONG_USE if isinstance(error, (ConfigurationError, UnsupportedError)) else 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     except BrokenPipeError:
         if sys.stdout is None or not _output_is_closed():
             raise
@@ -59,6 +65,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         print(_usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else _WRONG_USE
     if name not in COMMANDS:
+        from trainer_lib.foundation.errors import ConfigurationError, unknown
+
         raise ConfigurationError(unknown("command", name, COMMANDS))
     try:
         return importlib.import_module(COMMANDS[name][0]).run(arguments)

@@ -1,15 +1,12 @@
 """Lazy public names of a package, declared once, in the stub beside its `__init__.py`."""
 
-import ast
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from trainer_lib.foundation.errors import did_you_mean
 
 _MANY = 50  # modules
 _ROOT = Path(__file__).parents[1]  # of the library
@@ -39,7 +36,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
             if is_public and _is_module(Path(file).parent, name):
                 with without_collections():
                     return importlib.import_module(f"{package}.{name}")
-            hint = (_elsewhere(name, package) or _of_others(name) or did_you_mean(name, modules)) if is_public else ""
+            hint = (_elsewhere(name, package) or _of_others(name) or _nearest(name, modules)) if is_public else ""
             if is_public and _caller() == _IMPORT_STATEMENT:
                 raise ImportError(f"cannot import name {name!r} from {package!r}.{hint}", name=name, path=file)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
@@ -72,6 +69,12 @@ def _of_others(name: str) -> str:
     return f" Use {INSTEAD[name]}." if name in INSTEAD else ""
 
 
+def _nearest(name: str, names: Iterable[str]) -> str:
+    from trainer_lib.foundation.errors import did_you_mean
+
+    return did_you_mean(name, names)
+
+
 def _is_module(folder: Path, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
 
@@ -102,36 +105,6 @@ def _imports_of_stub(package: str, file: Path) -> Iterator[tuple[str, str]]:
         lines = (line.split() for line in source.splitlines() if line.startswith("from "))
         yield from ((words[-1], words[1]) for words in lines)
         return
-    for statement in ast.parse(source).body:
-        for name, module in _imports(statement):
-            if name == "*":
-                yield from _names_of_part(module, file.with_name(f"{module.removeprefix(f'{package}.')}.py"))
-            else:
-                yield name, module
+    from trainer_lib.foundation.stub_names import imports_of
 
-
-def _names_of_part(module: str, file: Path) -> Iterator[tuple[str, str]]:
-    for statement in _statements(file):
-        yield from _imports(statement)
-        yield from ((name, module) for name in _definitions(statement) if not name.startswith("_"))
-
-
-def _imports(statement: ast.stmt) -> Iterator[tuple[str, str]]:
-    """Yield the names that a statement re-exports (`from module import Name as Name`, or `*`), with their module."""
-    if isinstance(statement, ast.ImportFrom) and statement.module:
-        for alias in statement.names:
-            if alias.name == "*" or alias.asname == alias.name:
-                yield alias.name, statement.module
-
-
-def _definitions(statement: ast.stmt) -> list[str]:
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-        return [statement.name]
-    if isinstance(statement, ast.AnnAssign):
-        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _statements(file: Path) -> list[ast.stmt]:
-    return ast.parse(file.read_text(encoding="utf-8")).body
+    yield from imports_of(source, package, file)
