@@ -1,5 +1,6 @@
 """`trainer-lib estimate-memory`, `merge-weights` and `to-fsdp2`: what a user types and reads."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig
 
 from tests.launchers.test_config_reader import FSDP
+from tests.runs.histories import make_run
 from trainer_lib.commands.main import main
 
 # Written by Accelerate: a model in shards.
@@ -74,6 +76,29 @@ def test_shards_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["merge-weights", str(shards), str(tmp_path / "bin"), "--unsafe_serialization"]) == 0
     assert shards.exists()
     assert [path.name for path in (tmp_path / "bin").iterdir()] == ["pytorch_model.bin"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("config default", "--config_file"),
+        ("to-fsdp2 --config_file fsdp1.yaml", "--output_file"),
+        ("runs .", "--html"),
+        ("report .", "--output"),
+        ("report .", "--charts"),
+    ],
+)
+def test_output_that_cannot_be_written_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    Path("fsdp1.yaml").write_text("distributed_type: FSDP\n")
+    assert main([*command.split(), option, "fsdp1.yaml/new"]) == 2
+    reasons = "(fsdp1.yaml is a file|Not a directory)"
+    assert re.search(
+        rf"error: fsdp1.yaml/new cannot be written: {reasons}. Name another place.\n$", capsys.readouterr().err
+    )
 
 
 def test_a_configuration_of_fsdp1_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
 """The parser of a command, alone or among the commands of another program."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError
@@ -34,6 +36,20 @@ def make_parser(name: str, description: str, subparsers: Any = None, **more: Any
 def add_option(parser: Any, name: str, **options: Any) -> None:
     """Add an option that may be written with hyphens in place of underscores."""
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Return the block that writes a file or a folder of a command's output, which may not be possible.
+
+    Raises:
+        ConfigurationError: If it cannot be written, with the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise ConfigurationError(f"{path} cannot be written: {reason}. Name another place.") from error
 
 
 def option_type(read: Callable[[str], Any]) -> Callable[[str], Any]:

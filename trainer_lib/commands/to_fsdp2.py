@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainer_lib.commands.subcommands import add_option, make_parser
+from trainer_lib.commands.subcommands import add_option, make_parser, writing
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers.config_file import read_file, write_text
 
@@ -116,7 +116,8 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     if file.exists() and not args.overwrite:
         raise ConfigurationError(f"The output file {file} exists. Give another --output_file, or --overwrite.")
     converted = convert_config_to_fsdp2(load_config(args.config_file))
-    write_text(file, yaml.safe_dump(converted))
+    with writing(file):
+        write_text(file, yaml.safe_dump(converted))
     print(f"The configuration for FSDP2 is in {file}.")
 
 

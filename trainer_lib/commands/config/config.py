@@ -10,7 +10,7 @@ from trainer_lib.commands.config.default import default_command_parser
 from trainer_lib.commands.config.questionnaire import Question, ask_all
 from trainer_lib.commands.config.questions import answers_of, configuration, questions
 from trainer_lib.commands.config.update import keep_backup, update_command_parser
-from trainer_lib.commands.subcommands import add_option, make_parser
+from trainer_lib.commands.subcommands import add_option, make_parser, writing
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers.config_file import (
     ClusterConfig,
@@ -49,8 +49,9 @@ def config_command(args: argparse.Namespace) -> None:
     """Ask the questions, and write the file that the parsed options name."""
     file = Path(args.config_file).expanduser() if args.config_file else home_config_file()
     config = get_user_input(file)
-    backup = keep_backup(file)
-    config.write(file)
+    with writing(file):
+        backup = keep_backup(file)
+        config.write(file)
     print(f"The configuration is in {file}{f' (the one before in {backup})' if backup else ''}.")
     print(f"Start a script with it: trainer-lib launch {f'--config_file {file} ' if args.config_file else ''}SCRIPT")
 

@@ -1,8 +1,10 @@
 """A basic configuration for this machine, without questions, as `accelerate config default` writes it."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from trainer_lib.commands.subcommands import writing
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers.config_file import default_config_file
 from trainer_lib.launchers.config_file import write_basic_config as write_basic_config
@@ -21,12 +23,13 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
 
 def default_config_command(args: argparse.Namespace) -> None:
     """Write the configuration that the parsed options ask for."""
-    file = write_basic_config(args.mixed_precision, args.save_location)
+    place = default_config_file() if args.save_location is None else Path(args.save_location).expanduser()
+    with writing(place):
+        file = write_basic_config(args.mixed_precision, place)
     if file:
         print(f"The configuration is in {file}.")
     else:
-        kept = args.save_location or default_config_file()
         raise ConfigurationError(
-            f"There is a configuration in {kept} already, which stays as it is. Delete it, change it with "
+            f"There is a configuration in {place} already, which stays as it is. Delete it, change it with "
             "`trainer-lib config`, or give --config_file another name."
         )

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.commands.subcommands import writing
 from trainer_lib.launchers.config_file import default_config_file, load_config_from_file
 
 
@@ -12,8 +13,9 @@ def update_config(args: argparse.Namespace) -> Path:
     """Rewrite the file that the parsed options name, and return it; what was in it is kept beside it."""
     file = Path(args.config_file).expanduser() if args.config_file else default_config_file()
     config = load_config_from_file(file)
-    keep_backup(file)
-    config.write(file)
+    with writing(file):
+        keep_backup(file)
+        config.write(file)
     return file
 
 

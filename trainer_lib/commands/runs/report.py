@@ -5,7 +5,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer_lib.commands.subcommands import Parser
+from trainer_lib.commands.subcommands import Parser, writing
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
@@ -37,10 +37,14 @@ def run(arguments: Sequence[str]) -> int:
     if options.charts is not None:
         from trainer_lib.runs.report.static_charts import write_charts
 
-        for file in write_charts(sources, options.charts, options.format):
+        with writing(options.charts):
+            files = write_charts(sources, options.charts, options.format)
+        for file in files:
             print(file)
         return 0
-    file = write_report(sources, options.output or _default_file(options.runs, len(sources)))
+    file = options.output or _default_file(options.runs, len(sources))
+    with writing(file):
+        write_report(sources, file)
     print(file)
     if options.open:
         webbrowser.open(file.resolve().as_uri())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer_lib.commands.subcommands import Parser
+from trainer_lib.commands.subcommands import Parser, writing
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
@@ -39,7 +39,9 @@ def run(arguments: Sequence[str]) -> int:
     if options.html is not None:
         from trainer_lib.runs.report.runs_page import write_runs_page
 
-        print(write_runs_page(options.folder, options.html))
+        with writing(options.html):
+            write_runs_page(options.folder, options.html)
+        print(options.html)
         return 0
     if options.watch:
         return _watch(options)
