@@ -337,6 +337,31 @@ def test_a_process_that_ends_a_moment_after_another_keeps_its_exit_code(tmp_path
     assert "Process 1 of 2 failed with exit code 70.\nAfter that, process 0 raised HangError" in done.stderr
 
 
+PRINTS_AND_WAITS = """
+import sys, time
+from pathlib import Path
+
+print("ready", flush=True)
+ends = time.monotonic() + 60
+while not Path(sys.argv[1], "read").exists():
+    assert time.monotonic() < ends, "nobody read the line"
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_lines_of_tee_arrive_in_a_pipe_while_the_processes_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PRINTS_AND_WAITS)
+    command = [*COMMAND, "--num_processes", "1", "--tee", "3", str(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=paths()) as launch:
+        assert launch.stdout is not None
+        assert launch.stdout.readline() == "[default0]:ready\n"
+        (tmp_path / "read").touch()
+        _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 0, err
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_processes_that_ignore_the_first(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -1,6 +1,7 @@
 """The command `trainer-lib launch`: start a script on processes that form a world."""
 
 import argparse
+import io
 import os
 import shutil
 import signal
@@ -123,6 +124,8 @@ def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:
         else:
             from trainer_lib.launchers.elastic import run_elastic
 
+            if isinstance(sys.stdout, io.TextIOWrapper):  # into a pipe, lines of `tee` would wait for the next 8 KB
+                sys.stdout.reconfigure(line_buffering=True)
             run_elastic(program[0], program[1:], plan)
     except ProcessFailedError as error:
         if not quiet:
