@@ -18,6 +18,7 @@ from tests.launched import PYTHON_PATH
 from tests.trainer.safety.test_elastic_restarts import uninterrupted
 from tests.worlds import run_world
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
+from trainer_lib.processes.ports import free_port
 
 PATIENCE = 120  # seconds
 
@@ -139,6 +140,48 @@ def test_a_machine_that_was_cut_off_comes_back_and_the_run_continues(machines: l
     (whole, _) = run_world(uninterrupted, (), 2, timeout=60)
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(whole))
     assert len(list((tmp_path / "runs").iterdir())) == 1  # a single run
+
+
+FAILS_ONCE = """
+import os, signal, sys
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        sys.exit(3)
+    signal.pause()
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_each_launcher_says_why_it_starts_its_processes_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILS_ONCE)
+    options = ["--cpu", "--num_machines=2", "--num_processes=2", "--max_restarts=1", "--rdzv_backend=c10d"]
+    meeting = ["--main_process_ip=127.0.0.1", f"--main_process_port={free_port()}"]
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "trainer_lib", "launch", *options, *meeting, f"--machine_rank={rank}", "script.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    with contextlib.ExitStack() as stack:
+        for launcher in launchers:
+            stack.callback(launcher.wait)
+            stack.callback(launcher.terminate)
+        ended = [launcher.communicate(timeout=PATIENCE) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], ended
+    assert [out for out, _ in ended] == ["attempt 1\n"] * 2
+    said = sorted("\n".join(err.split("trainer-lib launch: ")[1:]) for _, err in ended)
+    assert said == [
+        "Process 1 of 2 failed with exit code 3.\nSystemExit: 3\nStarting all processes again (restart 1 of 1).\n",
+        "Starting all processes again, as another machine does.\n",
+    ]
 
 
 def test_the_address_is_that_of_the_network_of_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,9 +196,11 @@ class _Agent(_TorchAgent):
                 yield failure_of(worker.global_rank, code, record, log)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        used = self._plan.max_restarts - self._remaining_restarts
-        reason = f"{self.failed()}\n" if self._failures else ""
-        self._plan.announce(f"{reason}Starting all processes again (restart {used} of {self._plan.max_restarts}).")
+        if self._failures:
+            restart = f"restart {self._plan.max_restarts - self._remaining_restarts} of {self._plan.max_restarts}"
+            self._plan.announce(f"{self.failed()}\nStarting all processes again ({restart}).")
+        else:  # how many restarts there were is agreed on when the machines meet
+            self._plan.announce("Starting all processes again, as another machine does.")
         self._failures.clear()
         super()._restart_workers(worker_group)
 
