@@ -337,6 +337,20 @@ def test_a_process_that_ends_a_moment_after_another_keeps_its_exit_code(tmp_path
     assert "Process 1 of 2 failed with exit code 70.\nAfter that, process 0 raised HangError" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["print('a line')", "import sys; sys.stdout.close(); raise ValueError('an error')"])
+def test_a_process_whose_output_is_closed_has_one_error(tmp_path: Path, script: str) -> None:
+    (tmp_path / "script.py").write_text(script)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, str(tmp_path / "script.py")]
+    done = subprocess.run(
+        command, check=False, stdout=writer, stderr=subprocess.PIPE, text=True, env=paths(), timeout=60
+    )
+    os.close(writer)
+    assert done.returncode == 1, done.stderr
+    assert "During handling of the above exception" not in done.stderr
+
+
 PRINTS_AND_WAITS = """
 import sys, time
 from pathlib import Path

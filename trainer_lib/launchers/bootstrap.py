@@ -79,7 +79,8 @@ def _leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or the script closed it
+                stream.flush()
     # Not sys.exit: it would wait for threads, and for collectives that the other processes never answer.
     os._exit(code)
 
