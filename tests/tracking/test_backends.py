@@ -80,6 +80,67 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "hub_token: '***'" in (tmp_path / "digits" / "hparams.yml").read_text()
 
 
+def test_tensorboard_shows_figures_as_they_were_when_they_were_logged(tmp_path: Path) -> None:
+    needs("tensorboard", "tensorboard")
+    needs("matplotlib", "plot")
+    needs("PIL", "images")
+    from io import BytesIO
+
+    from matplotlib.figure import Figure
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = TrackerGroup("tensorboard", "digits", tmp_path, patience=PATIENT)
+    (handle,) = trackers.trackers
+    figure = Figure(figsize=(2, 1), dpi=50, facecolor="red")
+    canvas = figure.canvas
+    handle.log_images({"figure": figure, "several": [figure, figure]}, step=1)
+    figure.set_facecolor("blue")
+    assert figure.canvas is canvas  # a window that shows it stays its window
+    trackers.finish()
+
+    read: Any = EventAccumulator(str(tmp_path / "digits"))
+    read.Reload()
+    (image,) = read.Images("figure")
+    assert Image.open(BytesIO(image.encoded_image_string)).convert("RGB").getpixel((1, 1)) == (255, 0, 0)
+    assert (image.width, image.height, read.Images("several")[0].width) == (100, 50, 200)
+
+
+def test_tensorboard_shows_several_images_with_transparency(tmp_path: Path) -> None:
+    needs("tensorboard", "tensorboard")
+    needs("PIL", "images")
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = TrackerGroup("tensorboard", "digits", tmp_path, patience=PATIENT)
+    (handle,) = trackers.trackers
+    handle.log_images({"pictures": [Image.new("RGBA", (8, 6), "red")] * 2, "tensor": torch.rand(2, 4, 6, 8)}, step=1)
+    trackers.finish()
+    read: Any = EventAccumulator(str(tmp_path / "digits"))
+    read.Reload()
+    sizes = {name: (image.height, image.width) for name in read.Tags()["images"] for image in read.Images(name)}
+    assert sizes == dict.fromkeys(["pictures/0", "pictures/1", "tensor/0", "tensor/1"], (6, 8))
+
+
+def test_an_image_that_cannot_be_read_hurts_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    needs("tensorboard", "tensorboard")
+    needs("matplotlib", "plot")
+    from matplotlib.figure import Figure
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = TrackerGroup("tensorboard", "digits", tmp_path, patience=PATIENT)
+    (handle,) = trackers.trackers
+    figure = Figure()
+    figure.suptitle(r"$\frac{$")
+    handle.log_images({"first": torch.rand(3, 4, 4), "mistake": figure, "text": "a", "last": torch.rand(4, 4)}, step=1)
+    trackers.finish()
+    read: Any = EventAccumulator(str(tmp_path / "digits"))
+    read.Reload()
+    assert set(read.Tags()["images"]) == {"first", "last"}
+    assert caplog.messages[0].startswith("The tracker tensorboard cannot take mistake (ValueError: ")
+    assert caplog.messages[1].startswith("The tracker tensorboard cannot take text (TypeError: an image must be ")
+
+
 def test_jsonl_continues_where_training_resumes(tmp_path: Path) -> None:
     reported("jsonl", tmp_path)
     reported("jsonl", tmp_path, resume_step=2)

@@ -166,7 +166,7 @@ def test_images_of_pillow_and_of_booleans_are_read() -> None:
         read = plain_images({"a": image}, channels_last=False)["a"]
         assert (read.shape, read[:, 0, 0].tolist()) == ((3, 4, 6), [255, 0, 0])
     assert plain_images({"mask": np.eye(2, dtype=bool)}, channels_last=False)["mask"].tolist() == [[[255, 0], [0, 255]]]
-    with pytest.raises(TypeError, match=r"image of Pillow, or a list of these \(got a str\)"):
+    with pytest.raises(TypeError, match=r"figure of matplotlib, or a list of these \(got a str\)"):
         plain_images({"a": "image.png"}, channels_last=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker, check_folder, is_main_process
 from trainer_lib.tracking.delivery.entries import Entry
+from trainer_lib.tracking.delivery.images import drawn
 from trainer_lib.tracking.delivery.plain_values import plain_settings, snapshot
 from trainer_lib.tracking.delivery.queue_worker import Patience, Worker
 from trainer_lib.tracking.delivery.sender import ChildDelivery, LocalDelivery, TrackerSpec
@@ -69,9 +70,13 @@ class TrackerHandle(GeneralTracker):
         self.delivery_worker.put(Entry("log", snapshot(values), step, time.time(), kwargs))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images by name: arrays, tensors or lists of them."""
+        """Log images by name: arrays, tensors, images of Pillow, figures of matplotlib, or lists of these."""
         self._require("log_images")
-        self._put("images", snapshot(values), step, kwargs)
+        if not issubclass(self._kind, BuiltInTracker):
+            self._put("images", snapshot(values), step, kwargs)
+            return
+        for name, image in snapshot(drawn(values)).items():  # one entry each: an image that fails hurts no other
+            self._put("images", {name: image}, step, kwargs)
 
     def log_table(
         self,

@@ -95,7 +95,8 @@ class TensorBoardTracker(BuiltInTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write an image or several per name. With `dataformats`, arrays are passed as they are."""
         for name, value in values.items():
-            if isinstance(value, list):  # images of several sizes
+            if isinstance(value, list) or (value.ndim == 4 and value.shape[1] == 4 and not kwargs):
+                # Images of several sizes, or with transparency, of which `add_images` makes no grid.
                 for number, image in enumerate(value):
                     self.writer.add_image(f"{name}/{number}", image, global_step=step, **kwargs)
             elif value.ndim == 4:

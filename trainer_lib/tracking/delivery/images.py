@@ -1,5 +1,6 @@
 """Images in the form that every tracker takes: bytes, with the channels where the tracker expects them."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,33 @@ _CHANNELS = (1, 3, 4)
 _MODES = ("L", "RGB", "RGBA")  # of Pillow
 
 
+def drawn(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return images by name, with figures of matplotlib as images of Pillow.
+
+    The thread that logs a figure draws it: scripts change and close figures, and matplotlib does not support several
+    threads. An error of matplotlib takes the figure's place, and `plain_images` raises it.
+    """
+    module = sys.modules.get("matplotlib.figure")
+    return dict(values) if module is None else {name: _drawn(value, module.Figure) for name, value in values.items()}
+
+
+def _drawn(value: Any, figure: type[Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_drawn(item, figure) for item in value]
+    if not isinstance(value, figure):
+        return value
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    try:
+        value.savefig(file, format="png", dpi="figure")
+    except Exception as error:  # noqa: BLE001  # a label with a mistake may raise anything
+        return error
+    return Image.open(file).convert("RGB")
+
+
 def plain_images(values: Mapping[str, Any], channels_last: bool) -> dict[str, Any]:
     """Return images as arrays of `uint8`, by name.
 
@@ -16,7 +44,7 @@ def plain_images(values: Mapping[str, Any], channels_last: bool) -> dict[str, An
     Several images of one size become one array with a leading dimension, of several sizes a list.
 
     Args:
-        values: Tensors, arrays, images of Pillow, or lists of these.
+        values: Tensors, arrays, images of Pillow, or lists of these; of a figure what `drawn` returns.
         channels_last: Whether the tracker takes the channels last.
 
     Raises:
@@ -58,6 +86,8 @@ def _array(value: Any) -> Any:
     import numpy
 
     value = read(value)
+    if isinstance(value, Exception):
+        raise value
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value  # numpy has no bfloat16
@@ -66,7 +96,10 @@ def _array(value: Any) -> Any:
     array = numpy.asarray(value)
     if array.dtype.kind not in "biuf" or array.ndim < 2:
         kind = f"{type(value).__name__} of shape {array.shape}" if array.ndim else type(value).__name__
-        raise TypeError(f"an image must be a tensor, an array, an image of Pillow, or a list of these (got a {kind})")
+        raise TypeError(
+            "an image must be a tensor, an array, an image of Pillow, a figure of matplotlib, or a list of these "
+            f"(got a {kind})"
+        )
     return array
 
 
