@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,14 +12,16 @@ import psutil
 
 from trainer_lib.checkpointing.format import layout
 from trainer_lib.events import Callback, Run
+from trainer_lib.events.constructor_names import raise_unknown
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import memory_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 from trainer_lib.tracking.delivery.plain_values import plain_settings
 from trainer_lib.tracking.delivery.queue_worker import Patience
-from trainer_lib.tracking.registry import resolve, tracker_class
+from trainer_lib.tracking.registry import option_names, resolve, tracker_class
 from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup, TrackerHandle, finish_groups
 
 _logger = get_logger(__name__)
@@ -62,6 +64,7 @@ class TrackerCallback(Callback):
     Raises:
         ConfigurationError: If the tracker is unknown or not configured.
         MissingPackageError: If its package is not installed.
+        SignatureError: If the tracker does not take an option.
 
     Example:
         >>> callback = TrackerCallback("mlflow", project="digits", tracking_uri="sqlite:///mlflow.db")
@@ -105,6 +108,8 @@ class TrackerCallback(Callback):
             raise UnsupportedError(
                 f"artifact={artifact!r} is not supported: the tracker {self.tracker_name} does not store files."
             )
+        if options:
+            self._check_names(kind, options)
         if isinstance(self.tracker, str) and issubclass(kind, BuiltInTracker):
             kind.check(project or "", **options)
         self._kind = kind
@@ -201,6 +206,14 @@ class TrackerCallback(Callback):
             if run.accelerator is not None:
                 run.accelerator.detach_trackers(group)
         return group
+
+    def _check_names(self, kind: type[GeneralTracker], options: Iterable[str]) -> None:
+        """Raise for options that the tracker does not take; a tracker object takes none."""
+        known = option_names(kind) if isinstance(self.tracker, str) else []
+        if known is not None and (unknown := [name for name in options if name not in known]):
+            own = [name for name in parameter_names(TrackerCallback) if name != "options"]
+            own = own[1:] if type(self).name else own  # a callback for one tracker sets `tracker`
+            raise_unknown(type(self), unknown, [*own, *known])
 
     def _settings(self, run: Run) -> dict[str, Any]:
         settings: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from trainer_lib.callbacks import (
     TrackerCallback,
     WandbCallback,
 )
-from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, SignatureError, UnsupportedError
 from trainer_lib.tracking import Patience, register_tracker_class
 from trainer_lib.tracking.adapters.wandb import WandBTracker
 
@@ -211,3 +211,27 @@ def test_configuration_errors_are_raised_before_training(tmp_path: Path, monkeyp
         WandbCallback()
     with pytest.raises(MissingPackageError, match=r'pip install "trainer_lib\[tensorboard\]"'):
         trainer([], tmp_path, report_to="tensorboard")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: TensorBoardCallback(foldr="boards"),
+            r"^TensorBoardCallback takes no 'foldr'. Did you mean 'folder'\?",
+        ),
+        (lambda: TensorBoardCallback(log_dir="boards"), "takes no 'log_dir'. Give folder. Known: project, folder, "),
+        (lambda: TensorBoardCallback(flush_sec=3), "Did you mean 'flush_secs'"),
+        (lambda: MLflowCallback(tracking_url="http://127.0.0.1"), "Did you mean 'tracking_uri'"),
+        (lambda: TrackerCallback("jsonl", foldr="logs"), "TrackerCallback takes no 'foldr'. Did you mean 'folder'"),
+        (lambda: TrackerCallback("misbehaving", hwo="raise"), "Did you mean 'how'"),
+        (lambda: TrackerCallback(Misbehaving("project", path="taken"), how="raise"), "TrackerCallback takes no 'how'"),
+    ],
+)
+def test_an_option_that_the_tracker_does_not_take_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(SignatureError, match=message):
+        make()
+
+
+def test_options_of_the_package_are_taken(tmp_path: Path) -> None:
+    TensorBoardCallback("mine", folder=tmp_path, flush_secs=3, filename_suffix=".board")

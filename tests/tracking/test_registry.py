@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,39 @@ def test_a_tracker_starts_once(tmp_path: Path) -> None:
     tracker.finish()
     TensorBoardTracker("never used", tmp_path).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "set_by_init_trackers"),
+    [
+        ("tensorboard", "flush_secs", "log_dir"),
+        ("mlflow", "tracking_uri", "experiment_name"),
+        ("comet_ml", "workspace", "project_name"),
+        ("wandb", "entity", "project"),
+        ("trackio", "space_id", "project"),
+        ("clearml", "tags", "run_name"),
+        ("dvclive", "exp_name", "run_name"),
+        ("jsonl", "resume_step", "logging_dir"),
+    ],
+)
+def test_options_are_known_without_an_import_of_the_package(name: str, option: str, set_by_init_trackers: str) -> None:
+    kind: Any = registry._built_in(name)
+    if not kind.is_installed():
+        pytest.skip(f"{kind.module} is not installed: pip install trainer_lib[{kind.extra}]")
+    program = (
+        "import sys\nfrom trainer_lib.tracking import registry\n"
+        f"kind = registry.tracker_class({name!r})\nprint(*registry.option_names(kind))\n"
+        f"assert {kind.module!r} not in sys.modules"
+    )
+    known = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert option in known
+    assert not {set_by_init_trackers, "self", "kwargs"} & set(known)
+
+
+def test_an_option_that_init_trackers_sets_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install trainer_lib[tensorboard]")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"must not have 'log_dir'.*gets it from project_name and project_dir"):
+        accelerator.init_trackers("project", init_kwargs={"tensorboard": {"log_dir": "logs"}})
+    with pytest.raises(ConfigurationError, match=r"Unknown option of tensorboard in init_kwargs.*'flush_secs'"):
+        accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_sec": 1}})

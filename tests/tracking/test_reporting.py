@@ -132,6 +132,7 @@ def test_options_of_a_tracker_that_is_not_used_are_left_out(tmp_path: Path, capl
         (lambda a: a.init_trackers(""), "project_name must be a non-empty string"),
         (lambda a: a.init_trackers("p", config=[1]), r"config must be a dictionary \(got a list\)"),
         (lambda a: a.init_trackers("p", init_kwargs={"wnadb": {}}), "Unknown tracker in init_kwargs 'wnadb'.*'wandb'"),
+        (lambda a: a.init_trackers("p", init_kwargs={"jsonl": {"resume_stp": 1}}), "Did you mean 'resume_step'"),
         (lambda a: a.init_trackers("p", isolation="prosess"), "Unknown isolation 'prosess'.*'process'"),
         (lambda a: a.get_tracker("jsonl"), "jsonl has not started. Call init_trackers first."),
         (lambda a: a.get_tracker("json"), "Unknown tracker 'json'. Known: jsonl. Did you mean 'jsonl'"),

@@ -50,6 +50,9 @@ _INSTEAD: Mapping[str, Mapping[str, str]] = {
     "LearningRateMonitor": {"log_momentum": "momentum", "logging_interval": _ARGUMENTS.format("log_every=…")},
     "LabelSmoothing": {"smoothing": "share", "epsilon": "share"},
     "SAM": {"rho": "radius"},
+    "TensorBoardCallback": {"log_dir": "folder", "logging_dir": "folder"},
+    "MLflowCallback": {"experiment_name": "project"},
+    "CometCallback": {"project_name": "project"},
     "NEFTune": {"neftune_noise_alpha": "alpha"},
 }
 
@@ -64,14 +67,22 @@ def check_constructor(kind: type, unknown: Sequence[str]) -> None:
     """
     owner = next(cls for cls in kind.__mro__ if "__init__" in vars(cls))
     if owner.__module__.startswith(_SHIPPED):
-        known = parameter_names(owner)
-        raise SignatureError("\n".join(_explained(owner.__name__, name, known) for name in unknown))
+        raise_unknown(owner, unknown, parameter_names(owner))
 
 
-def _explained(kind: str, name: str, known: Sequence[str]) -> str:
-    instead = _INSTEAD.get(kind, {}).get(name)
+def raise_unknown(kind: type, unknown: Sequence[str], known: Sequence[str]) -> None:
+    """Raise for names that a callback does not take, with what to give instead.
+
+    Raises:
+        SignatureError: With the name to use, and the nearest known one.
+    """
+    raise SignatureError("\n".join(_explained(kind, name, known) for name in unknown))
+
+
+def _explained(kind: type, name: str, known: Sequence[str]) -> str:
+    instead = next((_INSTEAD[cls.__name__].get(name) for cls in kind.__mro__ if cls.__name__ in _INSTEAD), None)
     if instead is None:
         hint = did_you_mean(name, known)
     else:
         hint = f" {instead}." if instead.startswith("Leave") else f" Give {instead}."
-    return f"{kind} takes no {shown(name)}.{hint} Known: {', '.join(known) or 'no arguments'}."
+    return f"{kind.__name__} takes no {shown(name)}.{hint} Known: {', '.join(known) or 'no arguments'}."

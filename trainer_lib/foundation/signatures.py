@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -73,3 +74,48 @@ def parameter_names(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # it is not a Python function
         return []
+
+
+def keywords_in_source(module: str, function: str) -> list[str] | None:
+    """Return the names that a function takes as keywords, read from its source without importing its package.
+
+    Args:
+        module: The module that defines it.
+        function: Its name in the module; that of a method after its class: "Writer.__init__".
+
+    Returns:
+        The names; `None` if it takes any, or its source is not found.
+
+    Example:
+        >>> keywords_in_source("trainer_lib.foundation.signatures", "keywords_in_source")
+        ['module', 'function']
+    """
+    import ast
+
+    node: ast.AST | None = _syntax_tree(module)
+    path = function.split(".")
+    for name in path:
+        body: list[ast.stmt] = getattr(node, "body", [])
+        node = next((statement for statement in reversed(body) if getattr(statement, "name", None) == name), None)
+    if not isinstance(node, ast.FunctionDef) or node.args.kwarg is not None:
+        return None
+    of_instance = len(path) - 1  # `self` or `cls`
+    positional = [*node.args.posonlyargs, *node.args.args][of_instance:]
+    return [argument.arg for argument in [*positional, *node.args.kwonlyargs]]
+
+
+def _syntax_tree(module: str) -> Any:
+    """Return the syntax tree of a module's source; `None` if it is not found. Only the top package is looked up."""
+    import ast
+    from importlib.util import find_spec
+
+    package, *inner = module.split(".")
+    try:
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            return None
+        origin = Path(spec.origin)
+        path = origin.parent.joinpath(*inner).with_suffix(".py") if inner else origin
+        return ast.parse(path.read_bytes())
+    except (OSError, ValueError, SyntaxError):
+        return None

@@ -131,6 +131,8 @@ class BuiltInTracker(GeneralTracker):
         channels_last: Whether it takes images with the channels last.
         image_options: The arguments of `log_images` that say how to read an array, which is then passed as it is.
         environment: Environment variables of its process, unless they are set.
+        options_of: The module and the function of its package that take its further options.
+        set_options: The options of that function that it sets from its own arguments.
     """
 
     name: ClassVar[str] = ""
@@ -142,6 +144,8 @@ class BuiltInTracker(GeneralTracker):
     channels_last: ClassVar[bool] = False
     image_options: ClassVar[frozenset[str]] = frozenset()
     environment: ClassVar[Mapping[str, str]] = {}
+    options_of: ClassVar[tuple[str, str] | None] = None
+    set_options: ClassVar[frozenset[str]] = frozenset()
 
     tracker: Any
     _was_started: bool = False

@@ -3,12 +3,14 @@
 import functools
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, unknown
 from trainer_lib.foundation.imports import pip_install
 from trainer_lib.foundation.missing_features import AIM, missing_class
+from trainer_lib.foundation.signatures import keywords_in_source
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 
@@ -35,6 +37,7 @@ _REFUSED = {
     "aim": "its package writes without an error, and its own reader finds nothing",
     "neptune": "its service ended on 5 March 2026 and deleted all runs, and nothing else reads what its package writes",
 }
+_KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _IN_ALL = frozenset(_BUILT_IN) - {"jsonl"}  # always available, so it would be part of every "all"
 
 _registered: dict[str, type[GeneralTracker]] = {}
@@ -154,11 +157,27 @@ def resolve(wanted: Any, argument: str) -> list[str | GeneralTracker]:
     return resolved
 
 
-def check_options(options: Iterable[str], trackers: Sequence[str | GeneralTracker]) -> None:
+def option_names(kind: type[GeneralTracker]) -> list[str] | None:
+    """Return the names of a tracker's options, without importing its package; `None` if it takes any, or is unknown."""
+    try:
+        parameters = list(inspect.signature(kind).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    names = [parameter.name for parameter in parameters if parameter.kind in _KEYWORDS]
+    names = names[2 if getattr(kind, "requires_logging_directory", False) else 1 :]  # the project, and the folder
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return names
+    if not issubclass(kind, BuiltInTracker) or kind.options_of is None:
+        return None
+    further = keywords_in_source(*kind.options_of)
+    return None if further is None else [*names, *(name for name in further if name not in kind.set_options)]
+
+
+def check_options(options: Mapping[str, Mapping[str, Any]], trackers: Sequence[str | GeneralTracker]) -> None:
     """Warn about options of trackers that are not used, as scripts with a choice of trackers give them.
 
     Raises:
-        ConfigurationError: If there is no tracker of a name.
+        ConfigurationError: If there is no tracker of a name, or a tracker does not take an option.
     """
     used = names_of(trackers)
     for name in options:
@@ -167,6 +186,9 @@ def check_options(options: Iterable[str], trackers: Sequence[str | GeneralTracke
         if name not in known_names():
             raise ConfigurationError(unknown("tracker in init_kwargs", name, {*used, *known_names()}))
         _logger.warning_once("init_kwargs has options for the tracker %s, which is not used. They are left out.", name)
+    for tracker in trackers:
+        if isinstance(tracker, str) and options.get(tracker):
+            _check_names(tracker_class(tracker), tracker, options[tracker])
 
 
 def get_available_trackers() -> list[str]:
@@ -214,6 +236,17 @@ def installed_trackers(log_with: Any) -> list[str | GeneralTracker]:
 def names_of(trackers: Sequence[str | GeneralTracker]) -> list[str]:
     """Return the names of trackers."""
     return [item if isinstance(item, str) else str(getattr(item, "name", type(item).__name__)) for item in trackers]
+
+
+def _check_names(kind: type[GeneralTracker], tracker: str, options: Iterable[str]) -> None:
+    known = option_names(kind)
+    for name in options:
+        if known is not None and name not in known:
+            message = unknown(f"option of {tracker} in init_kwargs", name, known)
+            if issubclass(kind, BuiltInTracker) and name in kind.set_options:
+                message = f"init_kwargs must not have {name!r}: the tracker {tracker} gets it from project_name"
+                message += " and project_dir." if kind.requires_logging_directory else "."
+            raise ConfigurationError(message)
 
 
 def _built_in(name: str) -> type[BuiltInTracker]:

@@ -24,6 +24,7 @@ class ClearMLTracker(VendorTracker):
     name: ClassVar[str] = "clearml"
     module: ClassVar[str] = "clearml"
     extra: ClassVar[str] = "clearml"
+    options_of: ClassVar[tuple[str, str] | None] = ("clearml.task", "Task.init")
     object_name: ClassVar[str] = "task"
     name_option: ClassVar[str] = "task_name"
     takes_token: ClassVar[bool] = False

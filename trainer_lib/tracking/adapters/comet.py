@@ -1,6 +1,6 @@
 """Comet tracker."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,12 +28,16 @@ class CometMLTracker(VendorTracker):
         token: The key of the experiment.
         is_resumed: Whether the experiment exists already.
         offline_directory: The folder for files with `online=False`.
+        name: The name of the experiment, unless `experiment_config` is given.
+        tags: Its tags, unless `experiment_config` is given.
         **kwargs: Arguments of `comet_ml.start`.
     """
 
     name: ClassVar[str] = "comet_ml"
     module: ClassVar[str] = "comet_ml"
     extra: ClassVar[str] = "comet"
+    options_of: ClassVar[tuple[str, str] | None] = ("comet_ml.comet_start.comet_start", "start")
+    set_options: ClassVar[frozenset[str]] = frozenset({"project", "project_name"})
     object_name: ClassVar[str] = "writer"
     image_options: ClassVar[frozenset[str]] = frozenset({"image_channels", "image_minmax", "image_scale"})
     key_variable: ClassVar[str] = "COMET_API_KEY"
@@ -49,9 +53,12 @@ class CometMLTracker(VendorTracker):
         token: str | None = None,
         is_resumed: bool = False,
         offline_directory: str | Path | None = None,
+        name: str | None = None,
+        tags: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(run_name, **kwargs)
+        self._experiment_name, self._tags = name, tags
         self._folder = None if offline_directory is None else str(offline_directory)
         if token is not None and "experiment_key" not in kwargs:
             self._options |= {"experiment_key": token}
@@ -86,7 +93,7 @@ class CometMLTracker(VendorTracker):
         options = dict(self._options)
         if options.get("experiment_config") is None:
             options["experiment_config"] = self.vendor.ExperimentConfig(
-                offline_directory=self._folder, name=options.pop("name", None), tags=options.pop("tags", None), **_QUIET
+                offline_directory=self._folder, name=self._experiment_name, tags=self._tags, **_QUIET
             )
         self.writer: Any = self.vendor.start(project_name=self.run_name, **options)
         self.writer.log_other("Created from", "trainer_lib")

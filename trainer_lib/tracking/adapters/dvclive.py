@@ -22,6 +22,7 @@ class DVCLiveTracker(BuiltInTracker):
     name: ClassVar[str] = "dvclive"
     module: ClassVar[str] = "dvclive"
     extra: ClassVar[str] = "dvclive"
+    options_of: ClassVar[tuple[str, str] | None] = ("dvclive.live", "Live.__init__")
 
     @on_main_process
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:

@@ -23,6 +23,8 @@ class TensorBoardTracker(BuiltInTracker):
     requires_logging_directory: ClassVar[bool] = True
     module: ClassVar[str] = "tensorboard"
     extra: ClassVar[str] = "tensorboard"
+    options_of: ClassVar[tuple[str, str] | None] = ("torch.utils.tensorboard.writer", "SummaryWriter.__init__")
+    set_options: ClassVar[frozenset[str]] = frozenset({"log_dir"})
     image_options: ClassVar[frozenset[str]] = frozenset({"dataformats"})
 
     @on_main_process

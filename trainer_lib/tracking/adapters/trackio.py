@@ -19,6 +19,8 @@ class TrackioTracker(VendorTracker):
     name: ClassVar[str] = "trackio"
     module: ClassVar[str] = "trackio"
     extra: ClassVar[str] = "trackio"
+    options_of: ClassVar[tuple[str, str] | None] = ("trackio", "init")
+    set_options: ClassVar[frozenset[str]] = frozenset({"project"})
 
     @on_main_process
     def __init__(self, run_name: str, token: str | None = None, **kwargs: Any) -> None:

@@ -23,6 +23,8 @@ class WandBTracker(VendorTracker):
     name: ClassVar[str] = "wandb"
     module: ClassVar[str] = "wandb"
     extra: ClassVar[str] = "wandb"
+    options_of: ClassVar[tuple[str, str] | None] = ("wandb.sdk.wandb_init", "init")
+    set_options: ClassVar[frozenset[str]] = frozenset({"project"})
     modes: ClassVar[tuple[str, ...]] = ("online", "offline", "disabled", "shared")
     online_modes: ClassVar[tuple[str, ...]] = ("online", "shared")
     mode_variable: ClassVar[str] = "WANDB_MODE"
