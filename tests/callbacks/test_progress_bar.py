@@ -265,6 +265,22 @@ def test_log_lines_and_warnings_come_above_the_bar(screen: Screen, monkeypatch: 
     assert warnings.showwarning is before
 
 
+def test_the_accelerator_prints_above_the_bar(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", screen.file)
+    monkeypatch.setattr(sys, "stdout", screen.file)
+    bar, accelerator = ProgressBar(), Accelerator(cpu=True)
+
+    def speak(run: Run) -> None:
+        at_once(bar)(run)
+        if run.state.step == 2:
+            accelerator.print("a line")
+
+    go_through([bar], 3, running(max_steps=3), at_step=speak)
+    lines = screen.lines()
+    assert lines[0] == "a line"
+    assert re.match(r"train: 100%\|.*3/3 ", lines[1])
+
+
 def test_handlers_that_do_not_write_to_the_console_stay_alone(
     screen: Screen, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

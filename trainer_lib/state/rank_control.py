@@ -1,8 +1,9 @@
 """Running code on some ranks only, in order, or on parts of the inputs."""
 
 import functools
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -106,9 +107,12 @@ class ProcessControl:
         return self._gated(function, lambda: self.local_process_index == index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
+        """Print once per machine, above the progress bars."""
         if self.is_local_main_process:
-            print(*args, **kwargs)  # noqa: T201 - printing is the purpose
+            tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)  # without it no bar is shown
+            bars = tqdm if getattr(tqdm, "_instances", None) else None
+            with nullcontext() if bars is None else bars.external_write_mode(file=kwargs.get("file")):
+                print(*args, **kwargs)  # noqa: T201 - printing is the purpose
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Generator[Any]:
