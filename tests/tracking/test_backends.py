@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sqlite3
 import time
 import zipfile
@@ -120,6 +121,23 @@ def test_tensorboard_shows_several_images_with_transparency(tmp_path: Path) -> N
     read.Reload()
     sizes = {name: (image.height, image.width) for name in read.Tags()["images"] for image in read.Images(name)}
     assert sizes == dict.fromkeys(["pictures/0", "pictures/1", "tensor/0", "tensor/1"], (6, 8))
+
+
+def test_tensorboard_keeps_the_rows_of_a_table_whole(tmp_path: Path) -> None:
+    needs("tensorboard", "tensorboard")
+    from markdown import markdown  # as TensorBoard's page does
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = TrackerGroup("tensorboard", "digits", tmp_path, patience=PATIENT)
+    (handle,) = trackers.trackers
+    handle.log_table("answers", ["a|b", "text"], [[1, "two\nlines"], [2, "x|y"]], step=1)
+    trackers.finish()
+    read: Any = EventAccumulator(str(tmp_path / "digits"))
+    read.Reload()
+    (event,) = read.Tensors("answers/text_summary")
+    page = markdown(event.tensor_proto.string_val[0].decode(), extensions=["tables"])
+    assert page.count("<tr>") == 3
+    assert re.findall("<t[dh]>(.*?)</t[dh]>", page) == ["a|b", "text", "1", "two<br>lines", "2", "x|y"]
 
 
 def test_an_image_that_cannot_be_read_hurts_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

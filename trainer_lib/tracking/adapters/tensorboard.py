@@ -113,7 +113,7 @@ class TensorBoardTracker(BuiltInTracker):
     ) -> None:
         """Write a table, as Markdown text."""
         rows = [columns, ["---"] * len(columns), *data]
-        text = "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+        text = "\n".join("| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows)
         self.writer.add_text(table_name, text, global_step=step, **kwargs)
         self.writer.flush()
 
@@ -122,6 +122,11 @@ class TensorBoardTracker(BuiltInTracker):
         """Close the file."""
         if self.writer is not None:
             self.writer.close()
+
+
+def _cell(value: Any) -> str:
+    """Return a cell of a Markdown table, in which a line break or a bar would end it."""
+    return "<br>".join(str(value).replace("\\", "\\\\").replace("|", "\\|").splitlines())
 
 
 def _hyperparameter(value: Any) -> Any:
