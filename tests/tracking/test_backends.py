@@ -201,6 +201,21 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_trackio_keeps_a_run_with_large_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("trackio", "trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackers = TrackerGroup("trackio", "digits", tmp_path, patience=PATIENT)
+    trackers.store_init_configuration({"large": 10**30})
+    trackers.log({"loss": 0.5, "tokens": 10**30}, step=1)
+    trackers.finish()
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("select step, metrics from metrics").fetchall()
+    connection.close()
+    assert [(step, json.loads(metrics)) for step, metrics in rows] == [(1, {"loss": 0.5, "tokens": 1e30})]
+
+
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     needs("wandb", "wandb")
     reported("wandb", tmp_path, mode="offline")

@@ -99,6 +99,17 @@ def test_settings_are_plain_and_without_secrets() -> None:
     }
 
 
+def test_integers_that_encoders_of_json_refuse_are_changed() -> None:
+    assert plain_settings({"seed": 2**64 - 1, "large": [2**64], "low": -(2**63) - 1}) == {
+        "seed": 2**64 - 1,
+        "large": ["18446744073709551616"],
+        "low": "-9223372036854775809",
+    }
+    large = plain_metrics({"fits": 2**64 - 1, "large": 2**64, "largest": 10**400, "lowest": -(10**400)})[0]
+    assert large == {"fits": 2**64 - 1, "large": 2.0**64, "largest": float("inf"), "lowest": float("-inf")}
+    assert [type(value) for value in large.values()] == [int, float, float, float]
+
+
 @pytest.mark.parametrize(
     "name", ["api_key", "apiKey", "WANDB_API_KEY", "password", "hub_token", "token", "aws_secret_access_key", "secret"]
 )

@@ -104,11 +104,23 @@ def _number(value: Any) -> float | int | None:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, (int, float)):
-        return value
+        return value if isinstance(value, float) or _fits_64_bits(value) else _as_float(value)
     if callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", (0,))) == 1:
         number = value.item()
         return int(number) if isinstance(number, bool) else number if isinstance(number, (int, float)) else None
     return None
+
+
+def _fits_64_bits(value: int) -> bool:
+    """Whether JSON encoders of trackers take an integer: trackio drops a whole run in whose settings one is larger."""
+    return -(2**63) <= value < 2**64
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _described(value: Any) -> str:
@@ -122,7 +134,7 @@ def _described(value: Any) -> str:
 def plain_settings(value: Any) -> Any:
     """Return settings as JSON types: dataclasses as dicts, and unsupported objects as their `str`."""
     if value is None or isinstance(value, (bool, int, float)):
-        return value
+        return value if not isinstance(value, int) or _fits_64_bits(value) else str(value)
     if isinstance(value, Enum):
         return plain_settings(value.value)
     if isinstance(value, (str, PurePath)):
