@@ -230,6 +230,13 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert b"not-to-be-written" not in written
 
 
+@pytest.mark.parametrize("project", ["vision/digits", "digits: first", "d" * 129])
+def test_wandb_refuses_a_project_at_the_start(tmp_path: Path, project: str) -> None:
+    needs("wandb", "wandb")
+    with pytest.raises(ConfigurationError, match=r"W&B does not take .* as the name of a project: it has "):
+        TrackerGroup("wandb", project, tmp_path, {"wandb": {"mode": "offline"}})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_images_of_floats_are_stored_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.adapters.vendor import VendorTracker, make_folder
 from trainer_lib.tracking.base import Point, on_main_process
 from trainer_lib.tracking.table import table_of
+
+_REFUSED = frozenset("/\\#?%:")  # in names of projects
+_LONGEST_NAME = 128
 
 
 class WandBTracker(VendorTracker):
@@ -40,6 +44,18 @@ class WandBTracker(VendorTracker):
         super().__init__(run_name, **kwargs)
         if token is not None and "id" not in kwargs and "resume" not in kwargs:
             self._options |= {"id": token, "resume": "allow"}
+
+    @classmethod
+    def check(cls, project: str, **options: Any) -> None:
+        """Raise for a project's name that W&B refuses, too."""
+        super().check(project, **options)
+        refused = sorted(set(project) & _REFUSED)
+        if refused or len(project) > _LONGEST_NAME:
+            reason = f"it has {' '.join(refused)}" if refused else f"it has more than {_LONGEST_NAME} characters"
+            raise ConfigurationError(
+                f"W&B does not take {project!r} as the name of a project: {reason}. Give the tracker another "
+                "project, or set WANDB_PROJECT."
+            )
 
     @classmethod
     def has_login(cls) -> bool:
