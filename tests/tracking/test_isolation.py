@@ -209,6 +209,16 @@ def test_a_value_that_cannot_be_read_does_not_hurt_the_run(tmp_path: Path, caplo
     assert "1 points are lost" in caplog.messages[-1]
 
 
+def test_an_unsupported_text_is_told_with_what_the_tracker_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Misbehaving, "takes_texts", False)
+    trackers = group(tmp_path, PATIENT)
+    trackers.log({"phase": "warm-up", "loss": 1.0}, step=1)
+    trackers.finish()
+    assert "phase, which is a str: the value is left out. log takes numbers; images" in caplog.messages[0]
+
+
 def test_the_spool_of_an_earlier_program_is_sent_for_the_same_run(tmp_path: Path) -> None:
     first = group(tmp_path, QUICK, how="raise in log", token="a")
     first.log({"loss": 0.0}, step=0)

@@ -312,9 +312,10 @@ class Worker:
     def _warn_unsupported(self, name: str, description: str) -> None:
         if name not in self._refused:
             self._refused.add(name)
+            takes = "numbers and texts" if getattr(self.kind, "takes_texts", True) else "numbers"
             _logger.warning(
-                "The tracker %s does not support %s, which is %s: the value is left out. log takes numbers and texts; "
-                "images and tables go by log_images and log_table.", self.name, name, description,
+                "The tracker %s does not support %s, which is %s: the value is left out. log takes %s; "
+                "images and tables go by log_images and log_table.", self.name, name, description, takes,
                 main_process_only=False,
             )  # fmt: skip
 
