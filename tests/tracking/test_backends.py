@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import re
 import sqlite3
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.imports import is_package_available
 from trainer_lib.tracking import Patience, TrackerGroup
 
 PATIENT = Patience(linger=0.02, finish=60.0)
@@ -183,6 +187,27 @@ def test_comet_offline(tmp_path: Path) -> None:
     text = json.dumps(messages)
     assert "not-to-be-written" not in text
     assert "model/layers" in text
+
+
+@pytest.mark.slow
+def test_comet_takes_a_configuration_beside_the_name_that_the_trainer_gives(tmp_path: Path) -> None:
+    program = """
+import sys
+from comet_ml import ExperimentConfig
+from trainer_lib.tracking import Patience, TrackerGroup
+configuration = ExperimentConfig(name="mine", offline_directory=sys.argv[1] + "/mine")
+options = {"online": False, "name": "run", "experiment_config": configuration}
+trackers = TrackerGroup("comet_ml", "digits", sys.argv[1], {"comet_ml": options}, patience=Patience(finish=60.0))
+trackers.log({"loss": 0.5}, step=1)
+trackers.finish()
+"""
+    if not is_package_available("comet_ml"):
+        pytest.skip("comet_ml is not installed: pip install trainer_lib[comet]")
+    # In a process of its own, since the package leaves files and threads behind.
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=300, env=variables)
+    (archive,) = (tmp_path / "mine").glob("*.zip")
+    assert '"value":"mine"' in zipfile.ZipFile(archive).read("messages.json").decode().replace(" ", "")
 
 
 @pytest.mark.slow
