@@ -143,7 +143,8 @@ def test_consolidate_puts_shards_together(tmp_path: Path, capsys: pytest.Capture
     [
         (["verify", "nowhere"], 1, "There is no checkpoint in"),
         (["prune", "nowhere"], 2, "--keep-last"),
-        (["prune", "nowhere", "--keep-last", "0"], 2, "0 must be 1 or more"),
+        (["prune", "nowhere", "--keep-last", "0"], 2, "at least 1 (got '0'). `trainer-lib checkpoint prune -h`"),
+        (["prune", "nowhere", "--keep-last", "x"], 2, "a whole number of at least 1 (got 'x')"),
         (["lst", "nowhere"], 2, "invalid choice"),
     ],
 )

@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error of the library instead of ending the process."""
-        raise ConfigurationError(f"{message}. `{self.prog} -h` lists the options.")
+        raise ConfigurationError(f"{message.removesuffix('.')}. `{self.prog} -h` lists the options.")
 
 
 def make_parser(name: str, description: str, subparsers: Any = None, **more: Any) -> argparse.ArgumentParser:

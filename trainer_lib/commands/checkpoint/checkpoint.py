@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer_lib.commands.checkpoint import convert, zero_to_fp32
-from trainer_lib.commands.subcommands import Parser
+from trainer_lib.commands.subcommands import Parser, count
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import CheckpointError
@@ -42,9 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--all", action="store_true", help="of all checkpoints")
     _add(verbs, "inspect", _inspect, "show the contents of a checkpoint (or of the newest)")
     prune = _add(verbs, "prune", _prune, "delete old checkpoints; never the newest, the best, or the last whole one")
-    prune.add_argument(
-        "--keep-last", type=convert.positive_count, required=True, metavar="N", help="how many of the newest to keep"
-    )
+    prune.add_argument("--keep-last", type=count, required=True, metavar="N", help="how many of the newest to keep")
     prune.add_argument("--damaged", action="store_true", help="also delete those set aside as damaged")
     consolidate = _add(verbs, "consolidate", _consolidate, "write the whole weights to a folder")
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")

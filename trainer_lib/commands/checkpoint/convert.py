@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.commands.subcommands import count
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
 _PARTS = ("optimizer", "scheduler", "scaler", "random_states")
@@ -32,9 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--allow-pickle", action="store_true", help="with --to, read what the checkpoint has as pickles"
     )
     for name, kind in (("--tensor-parallel", "tensor"), ("--pipeline-parallel", "pipeline")):
-        parser.add_argument(
-            name, type=positive_count, metavar="N", help=f"with --to megatron, for N {kind} parallel ranks"
-        )
+        parser.add_argument(name, type=count, metavar="N", help=f"with --to megatron, for N {kind} parallel ranks")
     parser.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
@@ -42,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab-size",
-        type=positive_count,
+        type=count,
         metavar="N",
         help="of a checkpoint of Megatron-LM, the vocabulary without padding",
     )
@@ -168,14 +167,6 @@ def _export(options: argparse.Namespace) -> int:
 
 def _shard_size(options: argparse.Namespace) -> str:
     return options.max_shard_size or "10GB"
-
-
-def positive_count(text: str) -> int:
-    """Return a count from the command line, of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return value
 
 
 def _passes(text: str) -> float:
