@@ -152,7 +152,7 @@ class Dispatcher:
             for event in EVENTS:
                 if overrides(callback, event):
                     self.handlers.setdefault(event, []).append((callback, getattr(callback, event)))
-                    if reads_outputs or event in vars(callback):  # a method set on the object is not of its class
+                    if reads_outputs or not _is_of_its_class(callback, event):
                         self.outputs_readers.add(event)
 
     def _switch_off(self, callback: Callback, where: str, error: Exception) -> None:
@@ -182,6 +182,15 @@ class Dispatcher:
 
     def _by_key(self) -> dict[str, Callback]:
         return {self._keys[id(callback)]: callback for callback in self._callbacks}
+
+
+def _is_of_its_class(callback: Callback, event: str) -> bool:
+    """Whether a method was written in a class, not set on the callback or on the class later."""
+    method = getattr(callback, event)
+    written = getattr(method, "__module__", None), getattr(method, "__qualname__", None)
+    return event not in vars(callback) and any(
+        written == (base.__module__, f"{base.__qualname__}.{event}") for base in type(callback).__mro__
+    )
 
 
 def _check(callback: Any) -> None:

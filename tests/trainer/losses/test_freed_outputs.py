@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.tasks import arguments
+from tests.worlds import run_world
 from trainer_lib import LossResult, Trainer
+from trainer_lib.callbacks.throughput import Throughput
 from trainer_lib.events import Callback, Dispatcher, Run
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.utils import TorchDynamoPlugin
@@ -164,6 +167,14 @@ def test_a_method_set_on_a_callback_that_reads_no_outputs_sees_them(event: str) 
     assert sees.shapes == [(4, CLASSES), (4, CLASSES)]
 
 
+@pytest.mark.parametrize("event", ["on_loss", "on_micro_batch_end"])
+def test_a_method_put_on_the_class_of_a_callback_sees_outputs(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    shapes: list[Sequence[int]] = []
+    monkeypatch.setattr(Throughput, event, lambda self, run: shapes.append(run.outputs["logits"].shape))
+    fitted(Classifier(has_loss=True))
+    assert shapes == [(4, CLASSES), (4, CLASSES)]
+
+
 @pytest.mark.parametrize("has_loss", [True, False])
 @pytest.mark.parametrize("kind", [AtTheLoss, AfterTheBackward])
 def test_callbacks_see_outputs(kind: type[SeesOutputs], has_loss: bool) -> None:
@@ -241,6 +252,39 @@ def test_forward_hooks_of_a_model_see_fp32() -> None:
     trainer = fitted(model, args={"mixed_precision": "bf16"})
     trainer.evaluate(ROWS)
     assert set(dtypes) == {torch.float32}
+
+
+class HooksModel(Callback):
+    """Sets a forward hook on all modules, on the model as it is prepared (by DDP), or on a compiled one."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self.dtypes = where, list[torch.dtype]()
+
+    def on_fit_begin(self, run: Run) -> None:
+        model: Any = {"prepared": run.model, "compiled": run.trainer.model}.get(self._where)
+        self._handle = (
+            register_module_forward_hook(self._see) if model is None else model.register_forward_hook(self._see)
+        )
+
+    def on_fit_end(self, run: Run) -> None:
+        self._handle.remove()
+
+    def _see(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if isinstance(outputs, dict):
+            self.dtypes.append(outputs["logits"].dtype)
+
+
+@pytest.mark.parametrize(("where", "processes"), [("everywhere", 1), ("compiled", 1), ("prepared", 2)])
+def test_forward_hooks_around_a_model_see_fp32(where: str, processes: int) -> None:
+    def body() -> list[torch.dtype]:
+        model, hooks = LossOfHalves(), HooksModel(where)
+        given = torch.compile(model, backend="eager") if where == "compiled" else model
+        fitted(given, callbacks=[hooks], args={"mixed_precision": "bf16"})
+        return hooks.dtypes
+
+    for dtypes in run_world(body, (), processes) if processes > 1 else [body()]:
+        assert dtypes
+        assert set(dtypes) == {torch.float32}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])

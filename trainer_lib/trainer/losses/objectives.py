@@ -2,11 +2,12 @@
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks  # pyright: ignore[reportPrivateUsage] - the only way to ask
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import find_device
@@ -31,6 +32,7 @@ from trainer_lib.trainer.losses.model_io import (
 
 CountItems = Callable[[Any], Weight]
 _HALF = torch.float16, torch.bfloat16
+_NO_HOOKS: list[Mapping[int, Any]] = [{}, {}, {}, {}]
 
 
 class Objective(Protocol):
@@ -181,7 +183,8 @@ class ModelLoss:
     def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and its loss if there is one."""
         # Logits of a language model as fp32 take long and much memory.
-        is_seen = keeps_outputs or (bool(self._module._forward_hooks) and _has_own_hooks(self._module))  # pyright: ignore[reportPrivateUsage] - there is no public way to ask
+        hooks = [_global_forward_hooks, model._forward_hooks, self._bare._forward_hooks, self._module._forward_hooks]  # pyright: ignore[reportPrivateUsage] - there is no public way to ask
+        is_seen = keeps_outputs or (hooks != _NO_HOOKS and _are_of_users(hooks))
         self._precision.unconverted = None if is_seen else self._module
         try:
             outputs, loss, weight = self._run(model, batch)
@@ -246,10 +249,10 @@ def _may_take_items(bare: nn.Module) -> bool:
     return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _has_own_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks, which see its outputs, besides those of FSDP."""
-    hooks = module._forward_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks)
+def _are_of_users(hooks: Iterable[Mapping[int, Any]]) -> bool:
+    """Whether there are forward hooks, which see outputs, besides those of FSDP."""
+    each = (hook for of_module in hooks for hook in of_module.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in each)
 
 
 def _loss_of(outputs: Any) -> Tensor | None:
