@@ -214,18 +214,18 @@ def _reading(trainer: TrainerInterface, dataset: Any, batch_size: int) -> dict[s
 
 
 def _num_workers(trainer: TrainerInterface, dataset: Any, batch_size: int) -> int:
-    """Return the number of workers; "auto" is measured once, on the data that is read first."""
+    """Return the number of workers; "auto" is measured in each call, once for each dataset."""
     if isinstance(trainer.args.num_workers, int):
         return trainer.args.num_workers
     if isinstance(dataset, DataLoader):  # it has its own
         return 0
-    parts = trainer.parts
-    if parts.worker_count is None:
+    counts, key = trainer.parts.worker_counts, (id(dataset), batch_size)
+    if key not in counts:
         from trainer_lib.trainer.data.worker_count import measured_workers
 
         collate_fn = dataloaders.collator(_collate_fn(trainer), trainer.processing_class)
-        parts.worker_count = measured_workers(as_dataset(dataset, "the dataset"), batch_size, collate_fn)
-    return parts.worker_count.workers
+        counts[key] = measured_workers(as_dataset(dataset, "the dataset"), batch_size, collate_fn)
+    return counts[key].workers
 
 
 def evaluation_output(

@@ -23,12 +23,18 @@ class PreparedModels:
 
     def __init__(self) -> None:
         self.named: dict[str, nn.Module] = {}
+        self._frozen: list[nn.Parameter] = []
 
     def prepare(self, models: Models, args: TrainingArguments, accelerator: "Accelerator") -> None:
         """Prepare the models of a trainer."""
         from trainer_lib.trainer.fit.build_accelerator import adapt_model
 
         named = {"": models} if isinstance(models, nn.Module) else dict(models)
+        if args.parameter_groups:
+            from trainer_lib.trainer.optim.parameter_groups import freeze
+
+            # Before they are prepared: DDP must know which gradients to expect.
+            self._frozen = [frozen for model in named.values() for frozen in freeze(model, args.parameter_groups)]
         self.named = {
             name: accelerator.prepare_model(
                 adapt_model(model, args, accelerator),
@@ -36,6 +42,11 @@ class PreparedModels:
             )
             for name, model in named.items()
         }
+
+    def unfreeze(self) -> None:
+        """Let the parameters train that `parameter_groups` froze: the next call freezes those that it names then."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
 
     @property
     def are_prepared(self) -> bool:

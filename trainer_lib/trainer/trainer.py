@@ -136,6 +136,7 @@ class Trainer(ToolMethods, PublishMethods):
     ) -> None:
         with without_collections():
             from trainer_lib.trainer import defaults
+            from trainer_lib.trainer.changed_arguments import remembered
             from trainer_lib.trainer.fit.build_accelerator import build_accelerator
             from trainer_lib.trainer.losses.batch_loss import BatchLoss
 
@@ -150,9 +151,9 @@ class Trainer(ToolMethods, PublishMethods):
             from trainer_lib.trainer.data import validation_split
 
             self.train_dataset, self.eval_dataset = validation_split.split_for(self)
-        self.events: Dispatcher = Dispatcher(
-            defaults.callbacks(self.args, at_construction.checked_callbacks(callbacks))
-        )
+        given = at_construction.checked_callbacks(callbacks)
+        all_callbacks = defaults.callbacks(self.args, given)
+        self.events: Dispatcher = Dispatcher(all_callbacks)
         if train_metrics is not None:
             from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
 
@@ -167,7 +168,9 @@ class Trainer(ToolMethods, PublishMethods):
             evaluation=evaluation,
             make_evaluator=functools.partial(evaluator_of, self),
             means=RunningMeans(self.accelerator.group, self.accelerator.device),
-            read_once=at_construction.read_once(self.args),
+            arguments=remembered(self.args),
+            default_callbacks=[callback for callback in all_callbacks if callback not in given],
+            owns_accelerator=accelerator is None,
         )
 
     if not TYPE_CHECKING:  # type checkers would accept every misspelled name

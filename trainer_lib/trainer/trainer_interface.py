@@ -1,7 +1,7 @@
 """What other modules know of a `Trainer`: what it is given, what it is made of, and the methods that users override."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainer_lib.events import Dispatcher, Run
+from trainer_lib.events import Callback, Dispatcher, Run
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
@@ -37,10 +37,14 @@ class TrainerParts:
         evaluation: What is evaluated.
         make_evaluator: Returns what evaluates and predicts; called when it is first needed.
         means: The means that the next log shows.
-        read_once: The values of the arguments that only the constructor reads.
+        arguments: The values, at the last call, of the arguments from which parts were made.
+        default_callbacks: The callbacks that were made from arguments.
+        owns_accelerator: Whether the accelerator was made from the arguments.
         models: The prepared models.
         guard: The guard of the current run; `None` unless it reads losses.
         run_folder: The folder of the last run; `None` without one.
+        worker_counts: The worker processes that `num_workers="auto"` chose in the last call, by the identity of the
+            dataset and the batch size.
         generation_options: The arguments of `generate` in the current evaluation or prediction.
         has_fitted: Whether `fit` was called.
         in_sandbox: Whether a tool, such as the learning-rate finder, trains.
@@ -50,11 +54,13 @@ class TrainerParts:
     evaluation: EvaluationPlan
     make_evaluator: Callable[[], "Evaluator"]
     means: RunningMeans
-    read_once: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    default_callbacks: Sequence[Callback]
+    owns_accelerator: bool
     models: PreparedModels = field(default_factory=PreparedModels)
     guard: "NonFiniteGuard | None" = None
     run_folder: AnyPath | None = None
-    worker_count: "WorkerCount | None" = None
+    worker_counts: "dict[tuple[int, int], WorkerCount]" = field(default_factory=dict[Any, Any])
     generation_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_fitted: bool = False
     in_sandbox: bool = False
@@ -192,6 +198,7 @@ class Assigned:
 def forget_prepared(trainer: TrainerInterface) -> None:
     """Let the next call prepare the model, with an engine that holds nothing."""
     trainer.accelerator.free_memory()
+    trainer.parts.models.unfreeze()
     trainer.parts.models = PreparedModels()
     trainer.parts.forget_evaluator()
 

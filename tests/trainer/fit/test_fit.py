@@ -347,7 +347,7 @@ def test_a_tool_leaves_the_metrics_of_each_set() -> None:
         ("args", arguments(mixed_precision="bf16"), "mixed_precision was None when the Trainer was made"),
         ("args.num_train_epochs", "many", "num_train_epochs must be a finite number above 0, got 'many'"),
         ("args.num_trian_epochs", 2, "Did you mean 'num_train_epochs'"),
-        ("args.keep_last", 7, r"Make another Trainer with TrainingArguments\(keep_last=7\)"),
+        ("args.report_to", ["jsonl"], r"Make another Trainer with TrainingArguments\(report_to="),
     ],
 )
 def test_what_is_set_between_calls_and_has_no_effect_is_an_error(name: str, value: Any, message: str) -> None:

@@ -25,12 +25,6 @@ _NO_NAME = (
     "TrainingArguments(use_cpu=True) trains on the CPU."
 )
 
-# What the engine and the default callbacks are made from.
-_READ_ONCE = (
-    *("mixed_precision", "use_cpu", "compile", "fsdp", "deepspeed", "parallelism", "ddp", "fp8"),
-    *("optimizer_in_backward", "seed_each_sample", "low_memory_shuffle", "validation_split", "dry_run"),
-    *("keep_last", "keep_best", "keep_every", "gc_every", "report_to", "progress_bar"),
-)
 _VERBS = {
     "compute_loss": ("model", "batch"),
     "training_step": ("model", "batch"),
@@ -90,25 +84,6 @@ def check_verbs(trainer: TrainerInterface) -> None:
             raise SignatureError(
                 f"{type(trainer).__name__}.{verb} is called as {verb}(model, batch), and takes ({', '.join(names)}): "
                 f"its batch would be the model. Write {verb}(self, model, batch)."
-            )
-
-
-def read_once(args: TrainingArguments) -> dict[str, Any]:
-    """Return the values of the arguments that only the constructor reads."""
-    return {name: getattr(args, name) for name in _READ_ONCE}
-
-
-def check_read_once(trainer: TrainerInterface) -> None:
-    """Check that no argument has changed since the constructor read it.
-
-    Raises:
-        ConfigurationError: If one has.
-    """
-    for name, value in trainer.parts.read_once.items():
-        if (now := getattr(trainer.args, name)) != value:
-            raise ConfigurationError(
-                f"{name} was {shown(value)} when the Trainer was made, which alone reads it, and is {shown(now)} now. "
-                f"Make another Trainer with TrainingArguments({name}={shown(now)})."
             )
 
 

@@ -23,6 +23,7 @@ from trainer_lib.modules.quantized_layers import quantized_beside_trained
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.value_checks import AUTO
+from trainer_lib.trainer.changed_arguments import take_changes
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import check_attributes
 from trainer_lib.trainer.data.datasets import as_dataset
@@ -165,9 +166,7 @@ def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
 
 def _check(trainer: TrainerInterface) -> dict[str, DataLoader[Any]]:
     """Check on this rank, and return the loaders of the evaluation sets, by the names that errors call them."""
-    trainer.args = at_construction.checked_arguments(trainer.args)
-    if not trainer.parts.in_sandbox:
-        at_construction.check_read_once(trainer)
+    take_changes(trainer)
     at_construction.check_given(trainer)
     check_attributes(trainer)
     if trainer.train_dataset is None and not _has_own(trainer, "train_dataloader"):

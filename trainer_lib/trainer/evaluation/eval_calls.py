@@ -11,6 +11,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
+from trainer_lib.trainer.changed_arguments import take_changes
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.checks.foreign_calls import check_attributes
 from trainer_lib.trainer.data.eval_samplers import order_of
@@ -36,6 +37,7 @@ def evaluate(trainer: TrainerInterface, dataset: Any, prefix: str, generation: M
     if data is None:
         raise ConfigurationError("evaluate() needs data: Trainer(eval_dataset=…), or evaluate(dataset).")
     check_attributes(trainer)
+    take_changes(trainer)
     loaders = before_fit.eval_loaders(trainer, data, label)
     models, evaluator = prepare_models(trainer), trainer.parts.evaluator
     sets = {name: _set(trainer, name, loader) for name, loader in loaders.items()}
@@ -53,6 +55,7 @@ def predict(
 ) -> Predictions:
     """Predict; see `Trainer.predict`."""
     check_attributes(trainer)
+    take_changes(trainer)
     if dataset is None:
         raise ConfigurationError("predict() needs data: predict(dataset).")
     if to is not None and not isinstance(to, str) and not hasattr(to, "__fspath__"):

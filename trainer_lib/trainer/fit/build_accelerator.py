@@ -54,12 +54,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     made = Accelerator(
         mixed_precision=precision,
         cpu=args.use_cpu,
-        dataloader_config=DataLoaderConfiguration(
-            data_seed=args.seed if args.data_seed is None else args.data_seed,
-            non_blocking=can_pin_memory() if args.pin_memory is None else args.pin_memory,
-            seed_each_sample=args.seed_each_sample,
-            low_memory_shuffle=args.low_memory_shuffle,
-        ),
+        dataloader_config=loader_options(args),
         **options,
     )
     meant = precision or mixed_precision_requested()
@@ -71,6 +66,16 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
             "to that Trainer, or call trainer.accelerator.free_memory() on it."
         )
     return made
+
+
+def loader_options(args: TrainingArguments) -> DataLoaderConfiguration:
+    """Return the options of the engine's loaders."""
+    return DataLoaderConfiguration(
+        data_seed=args.seed if args.data_seed is None else args.data_seed,
+        non_blocking=can_pin_memory() if args.pin_memory is None else args.pin_memory,
+        seed_each_sample=args.seed_each_sample,
+        low_memory_shuffle=args.low_memory_shuffle,
+    )
 
 
 def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
@@ -102,10 +107,6 @@ def _ranks_with_own_data(args: TrainingArguments) -> int:
 
 def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> nn.Module:
     """Do what arguments ask of a model before it is prepared."""
-    if args.parameter_groups:
-        from trainer_lib.trainer.optim.parameter_groups import freeze
-
-        freeze(model, args.parameter_groups)
     dispatch(model, args)
     if args.gradient_checkpointing or args.activation_offload:
         from trainer_lib.modules.activation_checkpointing import save_activation_memory

@@ -127,7 +127,9 @@ def _batch(context: FitContext) -> str:
 
 
 def _workers(context: FitContext) -> dict[str, str]:
-    chosen = context.run.trainer.parts.worker_count
+    trainer, args = context.run.trainer, context.run.args
+    size = args.train_batch_size_for(context.accelerator.data_group.size)
+    chosen = trainer.parts.worker_counts.get((id(trainer.train_dataset), size))
     return {} if chosen is None else {"workers": f"{chosen.workers} by num_workers='auto': {chosen.reason}"}
 
 

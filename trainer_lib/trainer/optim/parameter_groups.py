@@ -126,12 +126,15 @@ def group_parameters(
     return [part for group, parameters in members.items() for part in _parts(group, parameters, weight_decay)]
 
 
-def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
-    """Freeze the parameters of frozen groups, before a model is prepared: DDP must know which gradients to expect."""
+def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[nn.Parameter]:
+    """Freeze the parameters of frozen groups, and return those that were not frozen before."""
+    frozen: list[nn.Parameter] = []
     for parameter in _parameters(model) if any(group.frozen for group in groups) else ():
         owner = next((group for group in groups if _matches(group, parameter)), None)
-        if owner is not None and owner.frozen:
+        if owner is not None and owner.frozen and parameter.trains:
             parameter.value.requires_grad_(False)
+            frozen.append(parameter.value)
+    return frozen
 
 
 @frozen_dataclass(kw_only=True, eq=False)
