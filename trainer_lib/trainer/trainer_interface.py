@@ -105,6 +105,11 @@ class TrainerInterface(Protocol):
         ...
 
     @property
+    def log(self) -> Callable[..., None]:
+        """Logs a value."""
+        ...
+
+    @property
     def unwrapped_model(self) -> nn.Module:
         """The user's model; the first if there are several."""
         ...

@@ -369,6 +369,22 @@ def test_a_step_with_the_parameters_of_lightning_is_an_error(verb: str) -> None:
     )
 
 
+def test_an_override_of_log_in_the_form_of_hugging_face_names_the_event() -> None:
+    def log(self: Trainer, logs: dict[str, float], start_time: float | None = None) -> None:
+        del self, logs, start_time
+
+    message = refused(lambda: subclass(log=log))
+    assert message.startswith("Mine.log(logs, start_time) is not called when values are logged")
+    assert "override on_log(run, values) in a Callback" in message
+
+
+def test_an_override_of_log_for_one_value_is_accepted() -> None:
+    def log(self: Trainer, *args: Any) -> None:
+        Trainer.log(self, *args)
+
+    subclass(log=log).log("size", 3.0)
+
+
 def test_a_class_attribute_that_the_constructor_hides_is_an_error() -> None:
     members: dict[str, Any] = {"collate_fn": staticmethod(lambda samples: samples)}
     assert "give Trainer(…, collate_fn=…)" in refused(lambda: subclass(**members))

@@ -85,6 +85,12 @@ def check_verbs(trainer: TrainerInterface) -> None:
                 f"{type(trainer).__name__}.{verb} is called as {verb}(model, batch), and takes ({', '.join(names)}): "
                 f"its batch would be the model. Write {verb}(self, model, batch)."
             )
+    if (names := parameter_names(trainer.log))[:1] == ["logs"]:  # as in Hugging Face's Trainer
+        raise SignatureError(
+            f"{type(trainer).__name__}.log({', '.join(names)}) is not called when values are logged: log(name, value) "
+            "adds one value to the next log. To see or to add values at a log, override on_log(run, values) in a "
+            "Callback, and give Trainer(…, callbacks=[…])."
+        )
 
 
 def check_names(init: Callable[..., None], positional: Sequence[Any], named: Mapping[str, Any]) -> None:
