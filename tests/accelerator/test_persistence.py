@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from xxhash import xxh3_128_hexdigest
 
@@ -210,6 +210,20 @@ def test_extra_state_of_modules_goes_along(tmp_path: Path) -> None:
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------
+
+
+class Pretrained(nn.Module):
+    """A model that can write itself, as those of diffusers and transformers can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = toy.model()
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.layers(inputs)
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), Path(folder, "mine.pt"))
 
 
 def test_hooks_write_and_load_models_in_their_own_way(tmp_path: Path) -> None:
@@ -788,6 +802,35 @@ def test_every_process_has_generators_and_a_place_of_its_own(tmp_path: Path) -> 
     assert first[2] != second[2]
     assert first[3] == list(toy.model().state_dict())
     assert {"random_states_1.json", "engine.process_1.json"} <= names_in(tmp_path / "state_0")
+
+
+def test_hooks_get_the_models_without_their_wrappers(tmp_path: Path) -> None:
+    """As a script does that writes each model in its own format: `model.save_pretrained(…)`."""
+
+    def body() -> Any:
+        accelerator = engine()
+        prepared, _ = trained(accelerator, model=Pretrained())
+        wrapper = type(prepared).__name__
+        model = accelerator.unwrap_model(prepared)
+
+        def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            for model in models:
+                if accelerator.is_main_process:
+                    model.save_pretrained(output_dir)
+                weights.pop()
+
+        def load(models: list[Any], input_dir: str) -> None:
+            models.pop().load_state_dict(torch.load(Path(input_dir, "mine.pt")))
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        folder = accelerator.save_state(tmp_path / "state")
+        before = toy_state(model)
+        toy_zero(model)
+        accelerator.load_state(folder)
+        return wrapper, [torch.equal(before[name], value) for name, value in toy_state(model).items()]
+
+    assert run_world(body, timeout=60) == [("DistributedDataParallel", [True] * 4)] * 2
 
 
 def test_each_machine_can_have_a_state_of_its_own(tmp_path: Path) -> None:

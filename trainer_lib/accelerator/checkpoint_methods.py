@@ -73,16 +73,16 @@ class CheckpointMethods(CollectiveMethods):
     def register_save_state_pre_hook(self, hook: "SaveHook") -> RemovableHandle:
         """Have `save_state` call `hook(models, weights, output_dir)` on all ranks before it writes.
 
-        The hook may change weights, remove weights so that they are not written, and write files into `output_dir`.
-        Call `remove()` of the returned handle to unregister it.
+        `models` are your models, without DDP's wrapper. The hook may change weights, remove weights so that they are
+        not written, and write files into `output_dir`. Call `remove()` of the returned handle to unregister it.
         """
         return self.checkpoints.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: "LoadHook") -> RemovableHandle:
         """Have `load_state` call `hook(models, input_dir)` on all ranks before it loads.
 
-        Models that the hook removes from the list are not loaded. Call `remove()` of the returned handle to unregister
-        it.
+        `models` are your models, without DDP's wrapper; those that the hook removes from the list are not loaded. Call
+        `remove()` of the returned handle to unregister it.
         """
         return self.checkpoints.on_load(hook)
 

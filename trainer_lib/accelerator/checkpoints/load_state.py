@@ -119,13 +119,14 @@ def _restore(
     checkpoints: Checkpoints, parts: list[Part], opened: OpenedCheckpoint | ImportedState, options: StateOptions
 ) -> None:
     engine, manifest, folder = checkpoints.engine, opened.manifest, opened.folder
-    models = list(engine.prepared.models)
+    bare = engine.bare_models()
+    models = list(bare)
     with raise_on_all_ranks(engine.group, "load_state", CheckpointError):
         for hook in list(checkpoints.load_hooks.values()):
             hook(models, str(folder))
     remaining = {id(model) for model in models}
     for part in parts:
-        if isinstance(part, Weights) and id(engine.prepared.models[part.index]) not in remaining:
+        if isinstance(part, Weights) and id(bare[part.index]) not in remaining:
             continue
         if part.name not in manifest.parts:
             third_party_state.warn_missing(part, manifest, folder)

@@ -147,7 +147,7 @@ def _states(checkpoints: Checkpoints, parts: list[Part], folder: Path) -> list[t
     # A hook may fail on one rank, and the collectives that follow need all ranks.
     with raise_on_all_ranks(engine.group, "save_state", CheckpointError):
         for hook in list(checkpoints.save_hooks.values()):
-            hook(list(engine.prepared.models), remaining, str(folder))
+            hook(engine.bare_models(), remaining, str(folder))
     saved: list[tuple[Part, Any]] = []
     for position, state in enumerate(remaining):
         part = next((part for part in weights if states[part.name] is state), weights[position])
