@@ -1,6 +1,8 @@
 """The loop over a prepared loader: its end, its device, loops in loops, loops that are left."""
 
 import gc
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -92,6 +94,18 @@ def test_a_loop_that_is_left_is_no_longer_read(leave: str, dataset: Any) -> None
     assert _readers() == []
     assert not loader.end_of_dataloader
     assert flat(read(loader)) == list(range(10))
+
+
+def test_an_iterator_may_be_held_until_python_ends() -> None:
+    script = """
+from torch.utils.data import DataLoader
+from trainer_lib import Accelerator
+loader = Accelerator(cpu=True).prepare(DataLoader(range(8), batch_size=2, shuffle=True))
+batches = iter(loader)
+next(batches)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_an_error_in_a_dataset_comes_through() -> None:

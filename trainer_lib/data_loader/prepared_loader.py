@@ -1,6 +1,7 @@
 """The base of prepared loaders: the interface of the user's loader, its position, and the loop over batches."""
 
 import math
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -108,6 +109,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         place = replace(place, start=self._agreed_start(place.start))
         reading, ending = self._progress.begin(place, self._reader.bookmark_before), Ending()
         before = self.end_of_dataloader, self.others_read_on, self.remainder, self.rows
+        # A script may hold its iterator until Python ends: nothing is left to restore then, and no global can be read.
+        is_finalizing = sys.is_finalizing
         GradientState().add_dataloader(self)
         try:
             batches = self._read(place, ending)
@@ -116,7 +119,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
         except GeneratorExit:  # the loop is left
-            if not reading.finished:
+            if not reading.finished and not is_finalizing():
                 self._reader.leave(self._seed, reading)
             raise
         except Exception as error:
@@ -125,10 +128,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             raise
         finally:
             # Also if a break or an exception ends the loop, which closes this generator.
-            GradientState().remove_dataloader(self)
-            self._progress.leave()
-            self._reader.check_read(reading)
-            self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
+            if not is_finalizing():
+                GradientState().remove_dataloader(self)
+                self._progress.leave()
+                self._reader.check_read(reading)
+                self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
 
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
         progress, step, clock = self._progress, self._reader.step, time.perf_counter
