@@ -1,5 +1,6 @@
 """Preparing: what comes back, and what is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -171,6 +172,14 @@ def test_all_is_let_go_and_other_settings_may_follow() -> None:
     second = Accelerator(cpu=True, mixed_precision="no")
     assert (second.mixed_precision, second.gradient_accumulation_steps) == ("no", 1)
     second.prepare(*_parts())
+
+
+def test_a_copy_of_a_model_shares_the_accelerator_that_it_holds() -> None:
+    model = torch.nn.Linear(2, 1)
+    model.accelerator = accelerator = Accelerator(cpu=True)  # type: ignore[assignment]
+    copied = copy.deepcopy(model)
+    assert copied.accelerator is accelerator
+    assert copied.weight is not model.weight
 
 
 def test_the_same_engine_can_start_over_after_free_memory() -> None:

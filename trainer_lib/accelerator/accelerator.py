@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -575,6 +575,10 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def clear(self, *objects: Any) -> list[Any]:
         """Call `free_memory`."""
         return self.free_memory(*objects)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the `Accelerator` itself: a copy of a model that holds it trains with the same one."""
+        return self
 
     def end_training(self) -> None:
         """Finish the trackers and destroy the process group; the last call of a script.
