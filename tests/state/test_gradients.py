@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from trainer_lib import ConfigurationError, GradientAccumulationPlugin
+from trainer_lib import Accelerator, ConfigurationError, GradientAccumulationPlugin
 from trainer_lib.state import GradientState
 from trainer_lib.state.accumulation_window import GradientWindow, sum_from_mean
 from trainer_lib.state.gradient_state import Rows
@@ -48,6 +48,19 @@ def test_all_instances_are_one_and_a_new_plugin_counts() -> None:
     assert GradientState().num_steps == 4
     GradientState._reset_state()
     assert GradientState().num_steps == 1
+
+
+def test_a_loop_that_counts_its_micro_batches_sets_which_of_them_updates() -> None:
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    after = []
+    for is_last in (False, True):
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        accelerator.backward(weight / 2)
+        optimizer.step()
+        after.append((accelerator.sync_gradients, weight.item()))
+    assert after == [(False, 0.0), (True, -1.0)]
 
 
 def test_the_innermost_loader_is_the_active_one() -> None:

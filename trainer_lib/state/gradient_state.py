@@ -125,5 +125,9 @@ class GradientState:
         """Forget everything; for tests and forked processes."""
         GradientState._shared_state.clear()
 
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        # Its name in Accelerate, for loops that count their micro-batches themselves.
+        self.sync_gradients = sync_gradients
+
     # Their names in Accelerate.
     _add_dataloader, _remove_dataloader, _reset_state = add_dataloader, remove_dataloader, reset
