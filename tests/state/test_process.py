@@ -30,6 +30,7 @@ def test_alone() -> None:
 def test_in_a_world(size: int) -> None:
     def body() -> list[object]:
         state = PartialState()
+        assert repr(state).startswith("Distributed environment: MULTI_CPU  Backend: gloo\n")
         return [state.num_processes, state.process_index, state.distributed_type, state.backend, state.fork_launched]
 
     assert run_world(body, num_processes=size, timeout=60) == [

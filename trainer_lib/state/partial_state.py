@@ -118,9 +118,10 @@ class PartialState(ProcessControl):
         self._start(cpu or self.device.type == "cpu", _process_group_options(kwargs))
 
     def __repr__(self) -> str:
-        """Return rank, world and device, one fact per line."""
+        """Return rank, world, backend and device."""
+        backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
-            f"Distributed environment: {self.distributed_type}\n"
+            f"Distributed environment: {self.distributed_type}{backend}\n"
             f"Num processes: {self.num_processes}\n"
             f"Process index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\n"
