@@ -22,6 +22,7 @@ from trainer_lib import (
 )
 from trainer_lib.foundation.errors import MissingPackageError
 from trainer_lib.options import fp8_options
+from trainer_lib.options.enums import FP8BackendType
 from trainer_lib.options.fp8_options import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.utils.ao import convert_model_to_fp8_ao, filter_linear_layers, has_ao_layers
@@ -183,6 +184,10 @@ def converted(model: nn.Module) -> list[str]:
 
 
 @needs_torchao
+def test_without_fp8_the_backend_is_that_of_accelerate() -> None:
+    assert Accelerator(cpu=True).fp8_backend == FP8BackendType.NO
+
+
 def test_the_first_and_last_layers_and_odd_sizes_stay_and_names_are_kept() -> None:
     model = network()
     model.add_module("frozen", nn.Linear(16, 16).requires_grad_(False))

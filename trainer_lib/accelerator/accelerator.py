@@ -227,9 +227,9 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         return self.precision.name
 
     @property
-    def fp8_backend(self) -> FP8BackendType | None:
-        """The package that computes in fp8, "AO" or "TE", else `None`."""
-        return self.precision.fp8_backend
+    def fp8_backend(self) -> FP8BackendType:
+        """The package that computes in fp8, "AO" or "TE", else "NO"."""
+        return self.precision.fp8_backend or FP8BackendType.NO
 
     @property
     def scaler(self) -> Any:
