@@ -168,5 +168,6 @@ def _plain(value: Any) -> float | None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
+        error.close()  # it is the answer too
         return f"the server answers {error.code} {error.reason}"
     return str(getattr(error, "reason", error)) or type(error).__name__

@@ -28,7 +28,7 @@ _SHARED_MEMORY = re.compile(r"torch_(\d+)_")  # with the process that made it
 # The folder of tmp_path, which pytest looks after; what this very process removes when it exits; and what ranks that a
 # test kills cannot remove: the folders of multiprocessing and of wandb.
 _EXPECTED = re.compile(r"pytest-of-|trainer_lib[-_]|pymp-|tmp\w+wandb-")
-_HELPERS = "multiprocessing.resource_tracker"  # ends with its parent
+_HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # which end with their parent
 _PATIENCE = 2.0  # seconds for processes that are ending
 
 
@@ -101,7 +101,7 @@ def _of_this_process() -> list[str]:
     gc.collect()  # a group of a test that is only referred to in a cycle
     gc.freeze()  # pytest collects several times more
     commands = [(child.pid, " ".join(_command(child))) for child in psutil.Process().children()]
-    children = [f"child process {pid}: {command}" for pid, command in commands if _HELPERS not in command]
+    children = [f"child process {pid}: {command}" for pid, command in commands if not _HELPERS.search(command)]
     connections = psutil.Process().net_connections()
     return children + [
         f"port {connection.laddr.port}" for connection in connections if connection.status == psutil.CONN_LISTEN

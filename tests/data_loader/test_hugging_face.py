@@ -1,6 +1,7 @@
 """Datasets of Hugging Face's library: in memory, streaming, shuffled, split among processes."""
 
 import json
+import random
 from itertools import islice
 from typing import Any
 
@@ -150,11 +151,13 @@ def test_a_dataset_split_by_node_is_not_shared_out_again(num_shards: int) -> Non
     assert real[0] == (list(range(11)) if num_shards == 2 else list(range(0, 22, 2)))
 
 
-def test_an_augmentation_on_the_fly_depends_on_the_sample_only_if_seeded() -> None:
-    import random
+def _with_a_draw(batch: Any) -> Any:
+    return {"id": batch["id"], "draw": [random.random() for _ in batch["id"]]}
 
+
+def test_an_augmentation_on_the_fly_depends_on_the_sample_only_if_seeded() -> None:
     def prepared(batch_size: int, num_workers: int) -> Any:
-        rows = _rows().with_transform(lambda batch: {"id": batch["id"], "draw": [random.random() for _ in batch["id"]]})
+        rows = _rows().with_transform(_with_a_draw)
         loader = DataLoader(rows, batch_size=batch_size, shuffle=True, num_workers=num_workers)
         return prepare_data_loader(
             loader, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True, seed_each_sample=True

@@ -80,12 +80,15 @@ def test_a_users_collate_sees_plain_samples(num_workers: int) -> None:
         assert list(prepared) == [2, 2]
 
 
+class Ready(IterableDataset[Any]):
+    """Its samples are batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([torch.tensor([index, index + 10, index + 20]) for index in range(5)])
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_that_come_ready_are_shared_as_they_are(num_workers: int) -> None:
-    class Ready(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter([torch.tensor([index, index + 10, index + 20]) for index in range(5)])
-
     loader = DataLoader(Ready(), batch_size=None, num_workers=num_workers)
     first, second = (read_all(rank_loader) for rank_loader in worlds(loader, 2))
     assert [handed.samples[0] for handed in first] == [0, 2, 4]

@@ -1,6 +1,7 @@
 """The loop over a prepared loader: its end, its device, loops in loops, loops that are left."""
 
 import gc
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -162,11 +163,22 @@ def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
     assert first[0] != second[0]
 
 
-def test_workers_draw_other_numbers_on_each_process_and_after_a_resume() -> None:
-    class Drawing(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return torch.rand(())
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_an_error_while_workers_start_names_no_samples() -> None:
+    loader = DataLoader(range(4), 2, num_workers=1, collate_fn=lambda rows: rows, multiprocessing_context="forkserver")  # type: ignore[arg-type]
+    with pytest.raises((pickle.PicklingError, AttributeError)) as raised:
+        read(prepare_data_loader(loader, num_processes=1))
+    assert not [note for note in getattr(raised.value, "__notes__", ()) if "samples" in note]
 
+
+class Drawing(Numbers):
+    """Random numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(())
+
+
+def test_workers_draw_other_numbers_on_each_process_and_after_a_resume() -> None:
     def drawn(loader: Any) -> float:
         return next(iter(loader))[0].item()
 

@@ -88,6 +88,13 @@ def test_so_it_is_after_a_resume(num_workers: int) -> None:
     assert len(rest) == SIZE - len(seen)
 
 
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_generators_that_a_dataset_holds_reach_workers(context: str) -> None:
+    loader = DataLoader(OwnGenerators(), 4, num_workers=1, collate_fn=list, multiprocessing_context=context)
+    (there,), (here,) = worlds(loader, 1), worlds(DataLoader(OwnGenerators(), 4, collate_fn=list), 1)
+    assert list(there) == list(here)
+
+
 def test_generators_that_a_dataset_holds_are_seeded_too() -> None:
     (alone,) = _prepared(dataset=OwnGenerators())
     first, second = _drawn(alone), _drawn(alone)

@@ -227,10 +227,14 @@ def test_order_and_generators_are_those_of_the_plain_loader(kind: str, leaves_at
     assert [_epochs(prepared, leaves_at), generator and generator.get_state().tolist()] == expected
 
 
+def _with_a_draw(rows: list[Any]) -> Any:
+    return rows, torch.rand(()).item()
+
+
 def test_workers_draw_what_those_of_the_plain_loader_draw() -> None:
     def epochs(prepare: Callable[[Any], Any]) -> list[Any]:
         _seed(7)
-        given = DataLoader(range(6), 2, num_workers=2, collate_fn=lambda rows: (rows, torch.rand(()).item()))  # type: ignore[arg-type]
+        given = DataLoader(range(6), 2, num_workers=2, collate_fn=_with_a_draw)  # type: ignore[arg-type]
         loader = prepare(given)
         return [list(loader) for _ in range(2)]
 

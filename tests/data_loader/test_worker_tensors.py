@@ -3,6 +3,9 @@
 import os
 import select
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import warnings
 from multiprocessing.connection import Connection
@@ -69,7 +72,9 @@ def as_it_is(sample: Any) -> Any:
 
 
 def loader_of(dataset: Any, **options: Any) -> Any:
+    # Forked workers have the samples as they are here; torch itself would forget signs on the way to another.
     settings: dict[str, Any] = {"batch_size": None, "num_workers": 1, "collate_fn": as_it_is, **options}
+    settings.setdefault("multiprocessing_context", "fork")
     return prepare_data_loader(DataLoader(dataset, **settings), num_processes=1)
 
 
@@ -141,3 +146,16 @@ def test_a_worker_that_is_killed_while_it_sends_ends_the_pass(in_thread: bool) -
     assert len(errors) == 1
     assert in_thread or "DataLoader worker" in str(errors[0])
     assert any(note.startswith("Worker ") and "SIGKILL" in note for note in errors[0].__notes__), repr(errors[0])
+
+
+def test_a_killed_worker_of_a_fork_server_ends_the_pass() -> None:
+    program = """
+        from tests.data_loader.test_worker_tensors import KilledWhileItSends, loader_of
+        if __name__ == "__main__":
+            list(loader_of(KilledWhileItSends(), prefetch_factor=1, multiprocessing_context="forkserver"))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "was killed by SIGKILL" in ended.stderr

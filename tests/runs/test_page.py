@@ -333,8 +333,9 @@ def test_live_runs_are_compared(browser: Browser, tmp_path: Path) -> None:
         browser.wait_until("[...document.querySelectorAll('.legend b')].some((one) => one.innerText === '0.5')")
         assert browser.problems == []
         for path in ("nowhere/", "..%2F..%2Fetc%2Fpasswd/", "second+nowhere/data.json"):
-            with pytest.raises(urllib.error.HTTPError, match="404"):
+            with pytest.raises(urllib.error.HTTPError, match="404") as refused:
                 urllib.request.urlopen(f"{live.url}{path}", timeout=10)
+            refused.value.close()
     finally:
         browser.open("about:blank")
         live.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.processes.parent_death import die_with_starter
+from trainer_lib.processes.parent_death import die_with_starter, is_child_of_starter
 
 STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)
 _STACKS = "trainer_lib-stacks"  # a file in memory, which disappears with its worker
@@ -42,7 +42,8 @@ class WorkerInit:
             with contextlib.suppress(PermissionError):  # the leader of a session stays one
                 os.setpgid(0, 0)
         _write_stacks_when_asked()
-        if self.by_main_thread:  # elsewhere, no signal ends the wait for the rest of a killed worker's message
+        # Elsewhere, no signal ends the wait for the rest of a killed worker's message.
+        if self.by_main_thread and is_child_of_starter():
             from trainer_lib.data_loader.readers.worker_tensors import send_small_tensors_as_bytes
 
             send_small_tensors_as_bytes()

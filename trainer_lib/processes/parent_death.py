@@ -44,6 +44,12 @@ def die_with_starter(by_main_thread: bool) -> None:
         threading.Thread(target=_watch, args=(os.getppid(), starter.pid), name="parent", daemon=True).start()
 
 
+def is_child_of_starter() -> bool:
+    """Whether the parent of this process started it; a process of Python's fork server is a child of the server."""
+    starter = multiprocessing.parent_process()
+    return starter is not None and os.getppid() == starter.pid
+
+
 def _watch(parent: int, starter: int) -> None:
     while os.getppid() == parent and _exists(starter):
         time.sleep(_POLL_INTERVAL)

@@ -186,7 +186,7 @@ def test_help_groups_arguments_by_their_sections(
     sections = dict.fromkeys(declared.section for declared in settings(Distillation).values())
     places = [text.index(f"\n{section}:\n") for section in [*sections, "other arguments"]]
     assert places == sorted(places)
-    assert places[-3] < text.index("\n  --temperature ") < text.index("\n  --teachers ") < places[-2]
+    assert places[-3] < text.index("\n  --temperature ") < text.index("\n  --teachers") < places[-2]
     assert places[-2] < text.index("\n  --cache ") < places[-1] < text.index("\n  --undeclared ")
     assert "Divides the logits. (default: 2.0)" in " ".join(text.split())
 

@@ -133,7 +133,7 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
             "seed: !!python/object/apply:os.getpid []\n",
             "a.yaml, line 1: invalid YAML: could not determine a",
         ),
-        ("a.json", '{"seed": 1,\n}', "a.json, line 2: invalid JSON: "),
+        ("a.json", '{"seed": 1,\n"max_steps"}', "a.json, line 2: invalid JSON: "),
         ("a.yaml", "- 1\n", "a.yaml must hold a mapping from argument names to values, and holds a list."),
         ("a.json", "3", "a.json must hold a mapping from argument names to values, and holds a int."),
         ("a.yaml", "1: 2\n", "Arguments must be a mapping from names to values, got a dict."),

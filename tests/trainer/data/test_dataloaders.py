@@ -521,14 +521,15 @@ def test_some_loaders_cannot_be_overfit_or_limited() -> None:
         train_loader(prepared, limit_batches=2)
 
 
+class Shared(Columns):
+    """Returns whether its batch is in shared memory before the worker passes it on."""
+
+    def batch(self, indices: list[int], collate: Any) -> Any:
+        batch = super().batch(indices, collate)
+        return batch, [rows.is_shared() for rows in batch.values()]
+
+
 def test_workers_write_batches_into_the_memory_they_share() -> None:
-    class Shared(Columns):
-        """Returns whether its batch is in shared memory before the worker passes it on."""
-
-        def batch(self, indices: list[int], collate: Any) -> Any:
-            batch = super().batch(indices, collate)
-            return batch, [rows.is_shared() for rows in batch.values()]
-
     rows = np.arange(30.0).reshape(10, 3)
     columns = {"array": rows, "tensor": torch.from_numpy(rows), "half": torch.arange(10).to(torch.bfloat16)}
     here, there = (list(eval_loader(Shared(columns), batch_size=4, num_workers=workers)) for workers in (0, 1))

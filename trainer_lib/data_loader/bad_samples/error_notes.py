@@ -64,11 +64,12 @@ def dead_workers(iterator: Any, samples_ahead: SamplesAhead, waiting: int, is_cu
 
 def iterator_in(error: BaseException) -> Any:
     """Return the iterator of torch that raised the error in its constructor, if one did."""
-    for frame, _ in walk_tb(error.__traceback__):
-        instance = frame.f_locals.get("self")
-        if "_task_info" in getattr(instance, "__dict__", ()):
-            return instance
-    return None
+    return next((each for each in _instances_in(error) if "_task_info" in vars(each)), None)
+
+
+def is_from_start(error: BaseException) -> bool:
+    """Whether torch's iterator raised the error while it started its workers, before they had samples to read."""
+    return any("_index_queues" in vars(each) and "_task_info" not in vars(each) for each in _instances_in(error))
 
 
 def named(samples: list[Any]) -> str:
@@ -80,6 +81,12 @@ def named(samples: list[Any]) -> str:
     """
     more = ", …" if len(samples) > _SHOWN else ""
     return f"samples {', '.join(repr(sample) for sample in samples[:_SHOWN])}{more}"
+
+
+def _instances_in(error: BaseException) -> list[Any]:
+    """Return the objects whose methods an error passed through."""
+    instances = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    return [instance for instance in instances if hasattr(instance, "__dict__")]
 
 
 def _wait_for_an_end(workers: Sequence[Any]) -> None:

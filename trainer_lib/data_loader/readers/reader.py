@@ -55,6 +55,10 @@ class Reader(ABC):
         self._worker_seeds = WorkerSeeds()
         self.swap("generator", self._worker_seeds.generator)
         self._worker_init = WorkerInit(loader.worker_init_fn)
+        if loader.num_workers:
+            from trainer_lib.data_loader.readers.worker_tensors import send_generators_as_bytes
+
+            send_generators_as_bytes()
         self.swap("worker_init_fn", self._worker_init)
 
     @property
