@@ -65,6 +65,7 @@ class AccumulationSchedule(Modifier):
                 f"global_batch_size={run.args.global_batch_size} and AccumulationSchedule both set the size of an "
                 "update. Remove one of them."
             )
+        self._run = run
 
     def on_epoch_begin(self, run: Run) -> None:
         self._apply(run)

@@ -391,6 +391,27 @@ def test_updates_of_more_batches_in_later_passes() -> None:
         assert_close(actual, by_hand)
 
 
+def test_the_best_weights_after_updates_of_more_batches(tmp_path: Path) -> None:
+    evaluated: dict[int, Named] = {}
+
+    class Keeps(Callback):
+        def on_evaluate_begin(self, run: Run) -> None:
+            evaluated[run.state.step] = weights(run.model)
+
+    actual = trained(
+        AccumulationSchedule({1: 2}),
+        Keeps(),
+        eval_dataset=points(8),
+        eval_every="1 epoch",
+        output_dir=tmp_path,
+        load_best_at_end=True,
+        metric_for_best="loss",
+        greater_is_better=True,
+    )
+    assert list(evaluated) == [5, 8]
+    assert_equal(actual, evaluated[5])
+
+
 @pytest.mark.parametrize(
     "name",
     [
