@@ -70,6 +70,9 @@ class AccumulationSchedule(Modifier):
     def on_epoch_begin(self, run: Run) -> None:
         self._apply(run)
 
+    def on_epoch_end(self, run: Run) -> None:
+        self._apply(run)  # a checkpoint at the end of an epoch counts the next one, as a resumed run does
+
     # -- resuming -------------------------------------------------------------------------------------------------
 
     def on_load_begin(self, run: Run, folder: Path) -> None:

@@ -360,6 +360,10 @@ RESUMED: dict[str, tuple[Callable[[], Callback], dict[str, Any]]] = {
         lambda: AccumulationSchedule({0: 3, 1: 1}),
         {"per_device_train_batch_size": 4, "lr_scheduler": "cosine", "save_every": 2},
     ),
+    "accumulation at the end of an epoch": (
+        lambda: AccumulationSchedule({0: 3, 1: 1}),
+        {"per_device_train_batch_size": 4, "lr_scheduler": "cosine", "save_every": "1 epoch"},
+    ),
     "swa": (lambda: SWA(0.3, every=1), {}),
     **{name: (make, {}) for name, (make, _) in CHANGES.items()},
     "frozen later": (lambda: Freeze("0.*", after="3 steps", until="7 steps"), {}),
