@@ -138,7 +138,16 @@ def test_a_rank_whose_data_ends_early_makes_no_update() -> None:
         torch.testing.assert_close(weights, means[-1], rtol=1e-6, atol=1e-7)
 
 
-def _run_uneven(**options: Any) -> tuple[Spy, list[Tensor]]:
+def test_a_rank_without_samples_in_its_first_update_makes_none() -> None:
+    """As after a resume from the step before the last one of an epoch."""
+    options: dict[str, Any] = {"max_steps": 1, "weight_decay": 0.1, "learning_rate": 0.1}
+    first, second = run_world(partial(_run_uneven, samples=4, **options))
+    assert [len(spy.windows[-1]) for spy, _ in (first, second)] == [1, 0]
+    moved = [not torch.equal(own, start) for own, start in zip(second[0].own[1], _weights(network()), strict=True)]
+    assert moved == [False] * 4
+
+
+def _run_uneven(samples: int = 36, **options: Any) -> tuple[Spy, list[Tensor]]:
     spy, model = Spy(), network()
     args = arguments(
         per_device_train_batch_size=4,
@@ -148,7 +157,7 @@ def _run_uneven(**options: Any) -> tuple[Spy, list[Tensor]]:
         outer_learning_rate=0.7,
         **options,
     )
-    trainer(args, model=model, train_dataset=points(36), callbacks=[spy]).fit()
+    trainer(args, model=model, train_dataset=points(samples), callbacks=[spy]).fit()
     return spy, _weights(model)
 
 

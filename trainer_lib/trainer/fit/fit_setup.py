@@ -132,9 +132,10 @@ def _schedulers(
     schedules = {
         name: trainer.configure_scheduler(optimizer, total_steps, name) for name, optimizer in optimizers.items()
     }
-    if trainer.parts.loss.has_own_step:
+    if trainer.parts.loss.has_own_step or trainer.args.local_sgd_steps is not None:
         for optimizer in optimizers.values():
-            # torch would warn of the order of calls where a training_step leaves an optimizer out of the first update.
+            # torch would warn of the order of calls where a training_step leaves an optimizer out of the first update,
+            # or where this rank trains by itself and has no samples in it.
             optimizer.__dict__["_opt_called"] = True
     return {
         name: before_fit.checked_schedule(schedule, optimizers[name])

@@ -29,7 +29,7 @@ class UpdateWindow:
         self._window = context.accelerator.window
         self._counts = SampleCounts(context)
         self.first_sample = 0
-        self.has_samples = True
+        self.has_samples = not self._window.is_local
         self.is_skipped = self.is_filler = False
         # Numbers on an accelerator are read an update later, when they are there: nothing waits for its backward.
         self._reads_late = context.accelerator.device.type != "cpu"
