@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.accelerator import toy
-from tests.strategies.sharded import SAMPLES, Case, stack, train
+from tests.strategies.sharded import SAMPLES, Block, Case, stack, train
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, GradScalerKwargs
 
@@ -177,6 +177,34 @@ def _with_statistics(precision: str, policy: Any, shards: bool) -> tuple[list[fl
     facts = [is_sharded, weight.dtype, norm.running_var.dtype, weight.sum().item()]
     accelerator.free_memory()
     return losses, facts
+
+
+def _accumulated(precision: str, has_spare: bool) -> dict[str, Any]:
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"])
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    network = stack()
+    if has_spare:
+        network.add_module("spare", Block())
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    inputs, targets, _ = toy.data()
+    for start in range(0, 16, 4):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs[start : start + 4], targets[start : start + 4]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(network)
+    accelerator.free_memory()
+    return {name: value.tolist() for name, value in state.items() if "spare" not in name}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_block_that_never_runs_accumulates_no_gradients(processes: int) -> None:
+    def both(precision: str) -> list[Any]:
+        return [_accumulated(precision, has_spare) for has_spare in (True, False)]
+
+    for precision in ("bf16", "fp16"):
+        for with_spare, without in run_world(both, (precision,), processes):
+            assert with_spare == without
 
 
 def test_layers_with_running_statistics_stay_in_32_bits() -> None:

@@ -36,9 +36,13 @@ class UnusedParameters:
         self._unused: set[Any] = set()  # by this rank, in this backward
         self._accumulated: set[Any] = set()  # those of them that have gradients of earlier backwards
         self._reduces = False
-        for block in blocks if self._watches else ():
+        for block in blocks:
             # torch has no event for these two moments.
             state: Any = block._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+            for param_group in state._fsdp_param_groups:
+                param_group.post_backward = partial(_reduce_gathered, param_group, param_group.post_backward)
+            if not self._watches:
+                continue
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
             for param_group in state._fsdp_param_groups:
                 param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
@@ -73,6 +77,12 @@ class UnusedParameters:
                     param.sharded_param.grad = None
         self._unused.clear()
         self._accumulated.clear()
+
+
+def _reduce_gathered(param_group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
+    """Reduce the gradients of a block; in a micro-batch without an update torch would raise if it has never run."""
+    if param_group.reduce_grads or all(hasattr(param, "_unsharded_param") for param in param_group.fsdp_params):
+        reduce(*arguments)
 
 
 def _is_unused(param: Any) -> bool:
