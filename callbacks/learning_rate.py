@@ -1,5 +1,7 @@
 """The learning rate in the log."""
 
+from collections.abc import Mapping
+
 from trainer_lib.events import Callback, Run
 
 
@@ -31,6 +33,12 @@ class LearningRateMonitor(Callback):
         self._add("learning_rate", _settings(run, "lr"), values)
         if self._momentum:
             self._add("momentum", _settings(run, "momentum"), values)
+
+    def state_dict(self) -> dict[str, list[str]]:
+        return {"differing": sorted(self._differing)} if self._differing else {}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        self._differing.update(state["differing"])
 
     def _add(self, name: str, settings: dict[str, dict[str, float]], values: dict[str, float]) -> None:
         # Once rates differed, the names stay separate: schedules may meet later, for example at 0.

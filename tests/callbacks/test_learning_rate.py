@@ -47,6 +47,10 @@ def test_rates_that_once_differed_keep_separate_names() -> None:
     assert logged(monitor, default=optimizer) == {"learning_rate/default/0": 0.1, "learning_rate/default/1": 0.0}
     optimizer.param_groups[0]["lr"] = 0.0
     assert logged(monitor, default=optimizer) == {"learning_rate/default/0": 0.0, "learning_rate/default/1": 0.0}
+    resumed = LearningRateMonitor()
+    assert resumed.state_dict() == {}
+    resumed.load_state_dict(monitor.state_dict())
+    assert logged(resumed, default=optimizer) == {"learning_rate/default/0": 0.0, "learning_rate/default/1": 0.0}
 
 
 def test_a_rate_that_is_a_tensor_is_a_number() -> None:
