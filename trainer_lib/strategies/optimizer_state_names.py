@@ -13,6 +13,8 @@ _UNNAMED = "parameter of its own"  # the name of a parameter that is in no prepa
 # The entries of a group that belong to this process: the order of its parameters, and how it updates them.
 _KEPT = ("params", "param_names", "foreach", "fused")
 _SHOWN = 4
+# The types of the parameters that have states of another type.
+_DTYPES = "parameter_dtypes"
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -32,7 +34,10 @@ def named_state(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, 
     state = optimizer.state_dict()
     groups = [{**group, "params": in_group} for group, in_group in zip(state["param_groups"], names, strict=True)]
     named = {by_number[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
-    return {**state, "state": named, "param_groups": groups}
+    named_optimizer = {**state, "state": named, "param_groups": groups}
+    if dtypes := _dtypes_beside_other_states(named_parameters(optimizer, models), named):
+        named_optimizer[_DTYPES] = dtypes
+    return named_optimizer
 
 
 def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]) -> None:
@@ -49,7 +54,9 @@ def load_named_state(optimizer: Optimizer, models: Sequence[nn.Module], state: M
         for group, current in zip(saved, optimizer.state_dict()["param_groups"], strict=True)
     ]
     by_number = {numbers.get(key, key): value for key, value in state["state"].items()}
-    optimizer.load_state_dict({**state, "state": by_number, "param_groups": groups})
+    loaded = {key: value for key, value in state.items() if key != _DTYPES}
+    optimizer.load_state_dict({**loaded, "state": by_number, "param_groups": groups})
+    _restore_dtypes(optimizer, named_parameters(optimizer, models), state["state"], state.get(_DTYPES, {}))
 
 
 def named_gradients(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -74,6 +81,36 @@ def named_parameters(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[
         for pair in zip(in_group, group["params"], strict=True)
     ]
     return dict(pairs)
+
+
+def _dtypes_beside_other_states(parameters: Mapping[str, Tensor], states: Mapping[str, Any]) -> dict[str, str]:
+    """Return the types of the parameters that have a floating state of another type."""
+    return {
+        name: str(parameter.dtype)
+        for name, parameter in parameters.items()
+        if any(value.dtype != parameter.dtype for value in _floating(states.get(name)).values())
+    }
+
+
+def _restore_dtypes(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> None:
+    """Restore states that torch cast to the type of their parameter, unless that has changed since the save."""
+    for name, parameter in parameters.items():
+        if dtypes.get(name) != str(parameter.dtype):
+            continue
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in _floating(saved.get(name)).items():
+            if key in loaded and loaded[key].dtype == parameter.dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
+
+
+def _floating(state: Any) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's state that torch casts."""
+    values = state.items() if isinstance(state, Mapping) else ()
+    return {
+        key: value for key, value in values if key != "step" and isinstance(value, Tensor) and value.is_floating_point()
+    }
 
 
 def _names_in_groups(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:

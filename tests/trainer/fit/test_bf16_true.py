@@ -1,5 +1,6 @@
 """Runs in bfloat16 throughout: numbers, logs, evaluations, the guard, averages of weights, and resuming."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 
 from tests.callbacks.by_hand import BATCH, OPTIONS, assert_equal, batches, loop, trained, weights
+from tests.faults.trainings import Dies
 from tests.trainer.checkpoints.test_resume import run as resumable
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
@@ -122,6 +125,33 @@ def test_a_run_that_died_is_resumed_to_the_bit(ranks: int, tmp_path: Path) -> No
         return whole is not None and resumable(tmp_path / "parts", TRUE, points(), resume="auto") == whole
 
     assert run_world(body, (), ranks, timeout=60) == [True] * ranks
+
+
+class FullMomentum(Optimizer):
+    """Keeps momentum and a copy of the weights in float32, for weights of any type."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state["whole"] = parameter.detach().float().clone()
+                assert {value.dtype for value in state.values()} == {torch.float32}
+                state["momentum"].mul_(0.9).add_(parameter.grad.float())
+                parameter.copy_(state["whole"].add_(state["momentum"], alpha=-group["lr"]))
+
+
+def test_states_in_float32_are_resumed_in_float32(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TRUE, "optimizer": f"{__name__}.FullMomentum", "shuffle": True}
+    whole = trained(**options)
+    with contextlib.suppress(InterruptedError):
+        trained(Dies(7), **options, output_dir=tmp_path, save_every=2)
+    assert_equal(trained(**options, output_dir=tmp_path, resume="auto"), whole)
 
 
 @pytest.mark.parametrize(("before", "now"), [("bf16-true", "no"), ("no", "bf16-true")])
