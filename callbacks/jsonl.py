@@ -86,7 +86,7 @@ class JsonlLog(Callback):
             self._cut(run.state.step, [])
 
     def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
-        self._write(run, name, facts)
+        self._write(run, name, facts, {"step": facts["step"]} if type(facts.get("step")) is int else None)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._error = f"{type(error).__name__}: {error}"
@@ -98,7 +98,8 @@ class JsonlLog(Callback):
         self._write(run, "ended", facts if self._traceback is None else {**facts, "traceback": self._traceback})
 
     def _write_skipped(self, run: Run) -> None:
-        self._write(run, "skipped", {"why": "the gradients overflowed"})
+        # The update is not counted yet. A run that resumes from the step before writes this line again.
+        self._write(run, "skipped", {"why": "the gradients overflowed"}, {"step": run.state.step + 1})
 
     def _resume(self, run: Run) -> None:
         """Remove the lines after the step the run resumes from, and record the resume."""

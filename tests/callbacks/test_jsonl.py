@@ -183,7 +183,7 @@ def test_other_events_are_lines_too(tmp_path: Path) -> None:
     then = {"step": 7, "epoch": 0.0, "samples": 28, "seconds": 0.0}
     assert lines == [
         {"event": "rewound", **then, "to": 3, "loss": "Infinity"},
-        {"event": "skipped", **then, "why": "the gradients overflowed"},
+        {"event": "skipped", **then, "step": 8, "why": "the gradients overflowed"},
         {"event": "best", **then, "metric": "eval_loss", "value": 0.25},
         {"event": "save", **place, "path": str(folder), "why": ["best"], "took": 0.123},
         {

@@ -136,7 +136,8 @@ class Run:
 
         Args:
             name: The name of the event, such as "skipped" or "rewound".
-            **facts: Details: numbers, texts, and lists and mappings of them.
+            **facts: Details: numbers, texts, and lists and mappings of them. `step` is the step that the event belongs
+                to, if that is not the last one: during an update it is the next.
         """
         if self.trainer is not None:
             self.trainer.events.fire("on_event", self, name, facts)

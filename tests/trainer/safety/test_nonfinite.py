@@ -1,5 +1,6 @@
 """Losses and gradients that are not finite: no weight is ever changed by them, and who is to blame is told."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,16 @@ def test_a_run_that_went_back_resumes_to_the_bit(tmp_path: Path) -> None:
     actual, resumed, _ = after(prepared("outputs", output_dir=tmp_path / "cut", resume="auto", **options))
     assert_equal(actual, expected)
     assert (resumed.skipped, resumed.left_out) == (state.skipped, state.left_out) == (2, [[20, 24], [60, 64]])
+
+
+def test_the_history_of_a_resumed_run_has_a_skipped_update_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"on_nonfinite": "skip", "save_every": 5, "output_dir": tmp_path}
+    with pytest.raises(InterruptedError):
+        prepared("outputs", callbacks=[Dies(7)], **options).fit()
+    assert after(prepared("outputs", resume="auto", **options))[1].skipped == 1
+    (history,) = tmp_path.glob("*/history.jsonl")
+    events = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "left_out"] == [6]
 
 
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out() -> None:

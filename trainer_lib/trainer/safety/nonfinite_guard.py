@@ -187,7 +187,7 @@ class NonFiniteGuard:
         if self._found is not None:
             found, self._found = float(self._found), None
             if found:
-                self._refuse(self._report.find(math.nan))
+                self._refuse(self._report.find(math.nan), self._run.state.step)
 
     def restore_buffers(self) -> None:
         """Restore the buffers after an update that the scaler of fp16 skipped."""
@@ -241,8 +241,13 @@ class NonFiniteGuard:
         assert message.received.window_loss is not None
         return float(message.received.window_loss)
 
-    def _refuse(self, what: str) -> bool:
-        """Raise, or note that an update is skipped; weights and buffers are as before it."""
+    def _refuse(self, what: str, step: int | None = None) -> bool:
+        """Raise, or note that an update is skipped; weights and buffers are as before it.
+
+        Args:
+            what: What is not finite.
+            step: The step in the history; `None` is the one that the update would have made.
+        """
         state = self._run.state
         if self._buffers.exist and not self._skipping:
             self._buffers.restore()
@@ -267,7 +272,8 @@ class NonFiniteGuard:
         state.skipped += 1
         does = "The run rewinds to its last checkpoint and skips this update" if rewinds else "This update is skipped"
         _logger.warning("%s %s (%d of max_nonfinite=%d).", what, does, state.skipped, self._most)
-        self._run.record_event("went_back" if rewinds else "left_out", why=what)
+        name = "went_back" if rewinds else "left_out"
+        self._run.record_event(name, why=what, step=state.step + 1 if step is None else step)
         return False
 
 
