@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.trigger import callback_trigger
-from trainer_lib.filesystem.remote_paths import path_at
+from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
@@ -70,7 +70,6 @@ class Checkpoint(Callback):
         self.every: Every | None = None if every is None else Every.parse(every, "every")
         if every is not None:
             self._interval = callback_trigger(every, "every")
-            self.on_fit_begin: Any = self._begin
             self.on_step_end = self.on_epoch_end = self._ask_when_due
         if metric is not None and keep_best:
             self.on_evaluate_end: Any = self._ask_when_best
@@ -89,15 +88,14 @@ class Checkpoint(Callback):
             run.control.save = True
             run.control.save_reasons.add("best")
 
-    def on_save_end(self, run: Run, folder: Path) -> None:
-        from trainer_lib.checkpointing.save.retention import delete_older
+    def on_fit_begin(self, run: Run) -> None:
+        if self.every is not None:
+            self._interval.begin(run.state)
+        if run.state.checkpoints:  # a run that was killed after its last save has not deleted the older ones
+            self._delete_expired(run, path_at(run.state.checkpoints[-1]["path"]))
 
-        checkpoints = run.state.checkpoints
-        kept = self._steps_kept(run)
-        run.state.checkpoints = [entry for entry in checkpoints if entry["step"] in kept]
-        if run.is_main_process:
-            expired = [path_at(entry["path"]) for entry in checkpoints if entry["step"] not in kept]
-            delete_older(expired, folder, run.state.run_id)
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        self._delete_expired(run, folder)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._best is None else {"best": self._best}
@@ -105,8 +103,15 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best = state["best"]
 
-    def _begin(self, run: Run) -> None:
-        self._interval.begin(run.state)
+    def _delete_expired(self, run: Run, newest: AnyPath) -> None:
+        from trainer_lib.checkpointing.save.retention import delete_older
+
+        checkpoints = run.state.checkpoints
+        kept = self._steps_kept(run)
+        run.state.checkpoints = [entry for entry in checkpoints if entry["step"] in kept]
+        if run.is_main_process:
+            expired = [path_at(entry["path"]) for entry in checkpoints if entry["step"] not in kept]
+            delete_older(expired, newest, run.state.run_id)
 
     def _ask_when_due(self, run: Run) -> None:
         if not self._interval.is_due(run.state):

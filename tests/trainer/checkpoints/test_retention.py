@@ -46,6 +46,22 @@ def test_keep_every_keeps_checkpoints_at_an_interval(tmp_path: Path) -> None:
     assert listed(result.state.checkpoints) == on_disk(tmp_path) == [4, 6, 10, 12, 13]
 
 
+def test_a_run_that_died_after_its_last_save_keeps_no_more(tmp_path: Path) -> None:
+    class DiesAfterSave(Modifier):
+        order = -1  # before older checkpoints are deleted
+
+        def on_save_end(self, run: Run, folder: Path) -> None:
+            if run.state.step == 6:
+                raise InterruptedError
+
+    options: dict[str, Any] = {"output_dir": tmp_path, "max_steps": 6, "save_every": 2, "keep_last": 1}
+    with pytest.raises(InterruptedError):
+        trainer(arguments(**options, save_in_background=False), callbacks=[DiesAfterSave()]).fit()
+    assert on_disk(tmp_path) == [4, 6]
+    result = trainer(arguments(resume="auto", **options)).fit()
+    assert listed(result.state.checkpoints) == on_disk(tmp_path) == [6]
+
+
 def test_all_ranks_keep_the_same_checkpoints_with_an_interval_of_time(tmp_path: Path) -> None:
     def body() -> tuple[list[int], list[float]]:
         args = arguments(output_dir=tmp_path, max_steps=6, save_every=1, keep_last=1, keep_every="0.02 seconds")
