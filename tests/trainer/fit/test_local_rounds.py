@@ -12,8 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin, ParallelismConfig, UnsupportedError
-from trainer_lib.callbacks import EMA
+from trainer_lib import (
+    ConfigurationError,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    UnsupportedError,
+)
+from trainer_lib.callbacks import EMA, Freeze
 from trainer_lib.events import Modifier, Run
 
 Batch = tuple[Tensor, Tensor]
@@ -228,6 +234,21 @@ def test_a_run_resumes_within_a_round_bit_by_bit(tmp_path: Path, ema: bool) -> N
         assert metrics == expected_metrics[-len(metrics) :]
         assert all(map(torch.equal, weights, expected))
     assert all(map(torch.equal, resumed[0][1][0], resumed[1][1][0]))  # both ranks end with the same weights
+
+
+def _finished(folder: str, freezes: bool, **options: Any) -> list[Tensor]:
+    callbacks = [Freeze("0.*", until="2 steps")] if freezes else []
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
+    return _run(callbacks, "auto", output_dir=folder, save_every=1, ddp=ddp, **options)[1]
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_finished_run_that_is_loaded_again_has_the_average(freezes: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 1 if freezes else 2}  # within the first round
+    body = partial(_finished, str(tmp_path), freezes, **options)
+    first, again = run_world(body), run_world(body)
+    for weights in (*first, *again):
+        assert all(map(torch.equal, weights, first[0]))
 
 
 def test_another_world_resumes_from_the_average(tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ class LocalState:
         """Load a state of the same rank."""
         engine, prepared = self._engine, self._engine.prepared
         for model, saved in zip(engine.bare_models(), state["weights"], strict=True):
-            for name, tensor in _local_tensors(model).items():
-                tensor.copy_(saved[name])
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            for name, value in saved.items():  # of what was trained then, which may be other weights than now
+                tensors[name].copy_(value)
         for optimizer, saved in zip(prepared.optimizers, state["optimizers"], strict=False):
             engine.strategy.load_optimizer_state(optimizer.optimizer, prepared.models, saved)
         for custom, saved in zip(prepared.custom_objects, state["objects"], strict=False):

@@ -67,8 +67,10 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
         _fire(session, "on_fit_begin")
         session.run.state = RunState.of(state)
         session.run.metrics = dict(facts["metrics"])
+        session.average_at_end(session.run.state.status)
         optimizer_modes.evaluate(session.run.optimizers.values())
         _fire(session, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
+        session.average_at_end(session.run.state.status)
     finally:
         session.release()
     return session.end.result()

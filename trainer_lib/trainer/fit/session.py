@@ -186,11 +186,12 @@ class FitSession:
         self.release()
         self._clock.add()
         self._bad_samples.tell()
-        self._average_at_end(status)
+        self.average_at_end(status)
         self.end.close(status)
-        self._average_at_end(status)  # what callbacks left, such as an average over updates
+        self.average_at_end(status)  # what callbacks left, such as an average over updates
 
-    def _average_at_end(self, status: Any) -> None:
+    def average_at_end(self, status: Any) -> None:
+        """Average the weights of ranks that trained by themselves, if the run has ended."""
         if self.rounds.enabled and self.run.state.has_ended and status != "failed":
             self.rounds.average()
 
