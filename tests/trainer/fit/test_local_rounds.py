@@ -1,5 +1,6 @@
 """Runs in which each rank trains by itself for some steps: LocalSGD and DiLoCo in the Trainer."""
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import (
@@ -234,6 +236,23 @@ def test_a_run_resumes_within_a_round_bit_by_bit(tmp_path: Path, ema: bool) -> N
         assert metrics == expected_metrics[-len(metrics) :]
         assert all(map(torch.equal, weights, expected))
     assert all(map(torch.equal, resumed[0][1][0], resumed[1][1][0]))  # both ranks end with the same weights
+
+
+def _with_statistics(folder: str, stops_at: int | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    args = arguments(max_steps=3, local_sgd_steps=4, output_dir=folder, save_every=1, resume="auto")
+    callbacks = [] if stops_at is None else [Dies(stops_at)]
+    with contextlib.suppress(InterruptedError):
+        trainer(args, model=model, train_dataset=points(48), callbacks=callbacks).fit()
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+def test_running_statistics_of_a_run_that_resumes_within_a_round(tmp_path: Path) -> None:
+    whole = run_world(_with_statistics, (str(tmp_path / "whole"),))
+    run_world(_with_statistics, (parts := str(tmp_path / "parts"), 2))
+    for actual, expected in zip(run_world(_with_statistics, (parts,)), whole, strict=True):
+        assert all(map(torch.equal, actual, expected))
 
 
 def _finished(folder: str, freezes: bool, **options: Any) -> list[Tensor]:

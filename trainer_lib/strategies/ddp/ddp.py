@@ -179,13 +179,21 @@ class DDP(Strategy):
         return self._joined(chosen, leftovers or dict) if chosen else nullcontext(JoinOutcome())
 
     def stay_local(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return DDP's `no_sync`."""
+        """Return DDP's `no_sync`, in which the first forward broadcasts no buffers either."""
         if isinstance(model, DistributedDataParallel) and _learns_its_graph(model):
             raise UnsupportedError(
                 "static_graph=True does not work with LocalSGD: DDP learns the graph from a first backward that is "
                 "reduced, and LocalSGD reduces none. Leave static_graph out."
             )
-        return self.no_sync(model)
+        return self._without_messages(model)
+
+    @contextmanager
+    def _without_messages(self, model: nn.Module) -> Generator[None]:
+        with self.no_sync(model):
+            # The first forward would broadcast the running statistics, which a resume within a round has restored.
+            if isinstance(model, DistributedDataParallel):
+                model.require_forward_param_sync = False
+            yield
 
     def average_weights(self, model: nn.Module) -> None:
         """Average trained parameters, and running statistics unless `broadcast_buffers` is off."""
