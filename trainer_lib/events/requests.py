@@ -1,6 +1,6 @@
 """Requests of callbacks to the training loop, synchronized across ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trainer_lib.processes.exit_codes import Interruption
@@ -114,6 +114,17 @@ class Control:
     def ask(self, name: str) -> None:
         """Make a request on this rank; only the loop requests "flush", the report of a written checkpoint."""
         self._asked.add(name)
+
+    def state_dict(self) -> dict[str, str | None]:
+        """Return the requests of callbacks on this rank that are not known to all ranks yet; a stop with its reason."""
+        pending = self._asked | self._sent
+        return {name: self.reason if name == "stop" else None for name in self.NAMES if name in pending}
+
+    def load_state_dict(self, state: Mapping[str, str | None]) -> None:
+        """Make the requests that `state_dict` returned."""
+        for name, reason in state.items():
+            self.ask(name)
+            self.reason = self.reason or reason
 
     def agree(self, name: str) -> None:
         """Make a request that all ranks make at the same step, such as one every 100 steps; nothing is sent."""

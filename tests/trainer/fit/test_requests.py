@@ -1,5 +1,6 @@
 """Requests of callbacks to end an epoch and to leave out a batch, on any number of ranks and after a resume."""
 
+import contextlib
 import math
 import signal
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tests.faults.trainings import Dies
+from tests.trainer import tasks
 from tests.trainer.fit.test_exact_updates import (
     Gradients,
     arguments,
@@ -234,3 +237,30 @@ def test_a_save_requested_after_the_last_step_survives_an_interrupted_evaluation
         return [kept, again.fit().state.step, "eval_loss" in again.run.metrics]
 
     assert run_world(run, (), processes, timeout=60) == [[[3], 3, True]] * processes
+
+
+class Evaluates(Callback):
+    """Asks for an evaluation at the end of step 2, and notes where evaluations come."""
+
+    def __init__(self) -> None:
+        self.evaluated = list[int]()
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 2:
+            run.control.evaluate = True
+
+    def on_evaluate_end(self, run: Run, metrics: Any) -> None:
+        self.evaluated.append(run.state.step)
+
+
+def test_a_request_that_waits_for_the_next_update_survives_a_kill(tmp_path: Path) -> None:
+    def evaluated(dies_at: int | None = None) -> list[int]:
+        callback = Evaluates()
+        args = tasks.arguments(output_dir=tmp_path, max_steps=4, save_every=2, eval_every="never", resume="auto")
+        callbacks = [callback] if dies_at is None else [callback, Dies(dies_at)]
+        with contextlib.suppress(InterruptedError):
+            tasks.trainer(args, eval_dataset=tasks.points(8), callbacks=callbacks).fit()
+        return callback.evaluated
+
+    assert run_world(evaluated, (3,)) == [[], []]  # ends before the requests of step 2 are carried out, at step 3
+    assert run_world(evaluated) == [[3], [3]]

@@ -51,6 +51,7 @@ class RunStatePart:
             "averages": context.means.state_dict(),
             **{name: part.state_dict() for name, part in self._parts.items()},
             "owed": owed,
+            "requests": context.run.control.state_dict(),
             "evaluated": self._evaluations.state_dict(),
             "sets_due": sorted(context.run.control.sets_due) if "evaluate_sets" in owed else [],
         }
@@ -62,6 +63,7 @@ class RunStatePart:
         context.events.load_state_dict(state["callbacks"])
         context.means.load_state_dict(state["averages"])
         self._owed.requests = dict(state.get("owed", {}))
+        context.run.control.load_state_dict(state.get("requests", {}))
         context.run.control.sets_due.update(state.get("sets_due", ()))
         self._evaluations.load_state_dict(state.get("evaluated", {}))
         for name, part in self._parts.items():
