@@ -141,6 +141,22 @@ def test_on_two_processes(options: dict[str, Any]) -> None:
             assert_close(actual, expected(name))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-true"])
+def test_sharded_layers_that_were_frozen_train_in_16_bits(precision: str) -> None:
+    """In updates of two micro-batches, and of one at the end of an epoch."""
+    options: dict[str, Any] = {"fsdp": PLUGIN, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+    def frozen(**options: Any) -> Named:
+        return trained(Freeze("0.*", until="4 steps"), mixed_precision=precision, train_dataset=points(36), **options)
+
+    first, second = run_world(lambda: frozen(**options))
+    assert_equal(first, second)
+    start = network().state_dict()
+    for name, expected in frozen().items():
+        assert not torch.equal(first[name], start[name].to(first[name].dtype))
+        torch.testing.assert_close(first[name], expected, rtol=0, atol=1e-2)
+
+
 def climbing(data: tuple[Tensor, Tensor]) -> Callable[[nn.Module, int], None]:
     seen = batches(data)
 
@@ -400,7 +416,7 @@ def test_the_best_weights_after_updates_of_more_batches(tmp_path: Path) -> None:
 
     class Keeps(Callback):
         def on_evaluate_begin(self, run: Run) -> None:
-            evaluated[run.state.step] = weights(run.model)
+            evaluated[run.state.step] = weights(run.modules[""])
 
     actual = trained(
         AccumulationSchedule({1: 2}),

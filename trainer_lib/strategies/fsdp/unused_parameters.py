@@ -81,6 +81,9 @@ class UnusedParameters:
 
 def _reduce_gathered(param_group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
     """Reduce the gradients of a block; in a micro-batch without an update torch would raise if it has never run."""
+    # Before 2.15 torch chooses no types for a block that was frozen, and that may train now.
+    if getattr(param_group, "_orig_dtype", ...) is None:
+        param_group._init_mp_dtypes()
     if param_group.reduce_grads or all(hasattr(param, "_unsharded_param") for param in param_group.fsdp_params):
         reduce(*arguments)
 
