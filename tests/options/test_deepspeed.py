@@ -187,6 +187,11 @@ def test_a_number_of_the_config_that_beats_a_dummys_is_named(caplog: pytest.LogC
 def test_defaults_are_stage_2_without_a_file_and_deepspeeds_stage_with_one() -> None:
     assert DeepSpeedPlugin().zero_stage == 2
     assert DeepSpeedPlugin(zero_stage=0).zero_stage == 0
+    texts: list[Any] = [DeepSpeedPlugin(zero_stage="3"), DeepSpeedPlugin({"zero_optimization": {"stage": " 3"}})]
+    texts.append(DeepSpeedPlugin({"zero_optimization": {"stage": "3"}}, zero_stage=3.0))
+    for plugin in texts:
+        assert (plugin.zero_stage, type(plugin.zero_stage), plugin.is_zero3_init_enabled()) == (3, int, True)
+        assert plugin.get_value("zero_optimization.stage") == 3
     assert DeepSpeedPlugin({"train_batch_size": 8}).zero_stage == 0
     assert DeepSpeedPlugin(zero_stage=3).is_zero3_init_enabled()
     assert DeepSpeedPlugin(transformer_moe_cls_names="A, B").transformer_moe_cls_names == ["A", "B"]
@@ -203,8 +208,14 @@ def test_what_needs_stage_3_has_no_effect_below_it_and_a_note_says_so() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"zero_stage": 4}, "Unknown zero_optimization.stage"),
-        ({"hf_ds_config": {"zero_optimization": {"stage": "auto"}}}, "Unknown zero_optimization.stage"),
+        ({"zero_stage": 4}, r"zero_stage must be 0 \(nothing is sharded\), 1 .* or 3 \(weights too\), got 4"),
+        ({"zero_stage": True}, "zero_stage must be 0 .* got True"),
+        ({"zero_stage": 2.5}, "zero_stage must be 0 .* got 2.5"),
+        ({"zero_stage": "two"}, "zero_stage must be 0 .* got 'two'"),
+        ({"hf_ds_config": {"zero_optimization": {"stage": "auto"}}}, "zero_optimization.stage must be 0 .* got 'auto'"),
+        ({"hf_ds_config": {"zero_optimization": {"stage": True}}}, "zero_optimization.stage must be 0 .* got True"),
+        ({"transformer_moe_cls_names": nn.Linear}, "must be a list of names of classes, such as"),
+        ({"transformer_moe_cls_names": [nn.Linear]}, "must be a list of names of classes, such as"),
         ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "needs zero_stage=1 or more .got 0"),
         ({"zero_stage": 2, "offload_param_device": "cpu"}, "offload_param_device='cpu' needs zero_stage=3 .got 2"),
         ({"zero_stage": 2, "offload_optimizer_device": "nvme"}, "needs zero_stage=3 .got 2"),

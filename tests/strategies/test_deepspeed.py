@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -657,6 +658,65 @@ def test_an_optimizer_that_reads_whole_weights_is_warned_of() -> None:
         assert [line.split(":")[0] for line in said] == [
             "Adafactor reads norms or factors of whole weights, and DeepSpeed gives it shards"
         ]
+
+
+MISSPELT: dict[str, dict[str, Any]] = {
+    "zero_optimization in the DeepSpeed config has 'overlap_com', which .* Did you mean 'overlap_comm'": {
+        "zero_optimization": {"stage": 2, "overlap_com": True}
+    },
+    "zero_optimization.offload_optimizer in the DeepSpeed config has 'pin_mem', .* mean 'pin_memory'": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_mem": True}}
+    },
+    "zero_optimization.reduce_bucket_size in the DeepSpeed config: .* valid integer.* .got 'large'": {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "large"}
+    },
+    "csv_monitor in the DeepSpeed config has 'fold', which .* Known: enabled, job_name, output_path": {
+        "csv_monitor": {"fold": "logs"}
+    },
+    "fp16 in the DeepSpeed config has 'loss_scal', .* mean 'loss_scale'": {"fp16": {"enabled": "auto", "loss_scal": 0}},
+    "The DeepSpeed config has 'activation_checkpointng'. Did you mean 'activation_checkpointing'": {
+        "activation_checkpointng": {}
+    },
+    "refuses the config: .* has been removed; the standalone .eigenvalue. ": {"eigenvalue": {"enabled": True}},
+}
+UNREAD: dict[str, dict[str, Any]] = {
+    "activation_checkpointing .* 'partition_activation', which DeepSpeed .* mean 'partition_activations'": {
+        "activation_checkpointing": {"partition_activation": True, "cpu_checkpointing": False}
+    },
+    "The DeepSpeed config has 'of_a_newer_version', which DeepSpeed .* does not read": {"of_a_newer_version": 1},
+}
+KNOWN: tuple[dict[str, Any], ...] = (
+    HANDBOOK,
+    {"zero_optimization": {"stage": 3, "sub_group_size": 1e9, "offload_param": {"device": "cpu", "pin_memory": True}}},
+    {"_comment": 1, "zero_allow_untested_optimizer": True, "flops_profiler": {"enabled": False, "top_modules": 1}},
+    {"autotuning": {"enabled": False, "fast": True}, "aio": {"block_size": 1024}, "data_types": {}, "amp": {"x": 1}},
+    {"sequence_parallel_size": 1, "bf16": {"enabled": "auto"}, "scheduler": None, "communication_data_type": "fp32"},
+)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_keys_that_the_installed_deepspeed_does_not_know_are_named() -> None:
+    def body() -> tuple[list[str], list[str]]:
+        warned: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: warned.append(record.getMessage())
+        logging.getLogger("trainer_lib.strategies.deepspeed.config_keys").addHandler(handler)
+        refused: list[str] = []
+        for config in (*KNOWN, *MISSPELT.values(), *UNREAD.values()):
+            plugins = {"first": DeepSpeedPlugin(zero_stage=2), "second": DeepSpeedPlugin(config)}
+            try:
+                Accelerator(cpu=True, deepspeed_plugins=plugins)
+            except ConfigurationError as error:
+                refused.append(str(error))
+            AcceleratorState._reset_state(reset_partial_state=True)
+        return refused, warned
+
+    refused, warned = run_forked(body, num_processes=1, timeout=100)[0]
+    for expected, said in ((MISSPELT, refused), (UNREAD, warned)):
+        assert len(said) == len(expected), said
+        assert [text for part, text in zip(expected, said, strict=True) if not re.search(part, text)] == []
 
 
 @needs_deepspeed

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer_lib.foundation import environment
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.base import Options, check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
@@ -115,9 +116,8 @@ class DeepSpeedPlugin(Options):
         self._check_values()
         self._check_offloading()
         self._fit_stage_3()
-        if isinstance(self.transformer_moe_cls_names, str):
-            names = self.transformer_moe_cls_names.split(",")
-            self.transformer_moe_cls_names = [name.strip() for name in names if name.strip()]
+        if self.transformer_moe_cls_names is not None:
+            self.transformer_moe_cls_names = _class_names(self.transformer_moe_cls_names)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -251,14 +251,21 @@ class DeepSpeedPlugin(Options):
 
     def _merge(self) -> None:
         """Put the fields that are set into the config, then give all fields the config's values."""
+        stage = KEYS["zero_stage"]
+        if self.get_value(stage) is not None:
+            self.hf_ds_config.set_value(stage, _stage(stage, self.get_value(stage)))
+        if self.zero_stage is not None:
+            self.zero_stage = _stage("zero_stage", self.zero_stage)
         given = {key: getattr(self, name) for name, key in KEYS.items() if getattr(self, name) is not None}
         refuse_conflicts(conflicts(self.hf_ds_config, given))
         for key, value in given.items():
             if self.is_auto(key) and value != AUTO:
                 self._filled[key] = value
             self.hf_ds_config.set_value(key, value)
-        if self.get_value(KEYS["zero_stage"]) is None:
-            self.hf_ds_config.set_value(KEYS["zero_stage"], 0)  # DeepSpeed's own default
+        if self.get_value(stage) is None:
+            self.hf_ds_config.set_value(stage, 0)  # DeepSpeed's own default
+        elif self.get_value(stage) == AUTO:
+            raise ConfigurationError(_unknown_stage(stage, AUTO))
         self._read_back()
 
     def _read_back(self) -> None:
@@ -286,7 +293,6 @@ class DeepSpeedPlugin(Options):
                 raise ConfigurationError(f"The DeepSpeed config has {name!r}. Did you mean {meant[0]!r}?")
 
     def _check_values(self) -> None:
-        check_choice(KEYS["zero_stage"], self.zero_stage, (0, 1, 2, 3))
         if self.gradient_accumulation_steps not in (None, AUTO):
             check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.gradient_clipping not in (None, AUTO, 0):
@@ -323,3 +329,33 @@ class DeepSpeedPlugin(Options):
             if getattr(self, name) is True:
                 self._notes.append(f"{name}=True has no effect with zero_stage={self.zero_stage}: it needs stage 3")
         self.zero3_init_flag = False
+
+
+def _stage(option: str, value: Any) -> int | str:
+    """Return the number of a ZeRO stage, given as a number or its text, or "auto"."""
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, str):
+        if value == AUTO:
+            return AUTO
+        number = int(value) if value.strip().isdecimal() else None
+    if number not in (0, 1, 2, 3):
+        raise ConfigurationError(_unknown_stage(option, value))
+    return int(number)
+
+
+def _unknown_stage(option: str, value: Any) -> str:
+    return (
+        f"{option} must be 0 (nothing is sharded), 1 (optimizer states), 2 (gradients too) or 3 (weights too), got "
+        f"{shown(value)}."
+    )
+
+
+def _class_names(names: Any) -> list[str]:
+    """Return the names of classes, given in a list or in one text with commas."""
+    listed: Any = names.split(",") if isinstance(names, str) else names
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
+        raise ConfigurationError(
+            f'transformer_moe_cls_names must be a list of names of classes, such as ["MixtralSparseMoeBlock"] (got '
+            f"{shown(names)})."
+        )
+    return [name.strip() for name in listed if name.strip()]

@@ -20,6 +20,7 @@ from trainer_lib.strategies.averages_in_flight import AveragesInFlight
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import norm_of_whole, norm_over_ranks, shrink, weight_dtype
 from trainer_lib.strategies.deepspeed import zero_state
+from trainer_lib.strategies.deepspeed.config_keys import check_keys
 from trainer_lib.strategies.deepspeed.deepspeed_runtime import started
 from trainer_lib.strategies.deepspeed.engine_config import engine_config, refuse_unsupported
 from trainer_lib.strategies.deepspeed.engine_model import EngineModel
@@ -50,6 +51,8 @@ class DeepSpeed(Strategy):
         super().__init__(group, device)
         refuse_unsupported(plugins.active.hf_ds_config)
         self._package = started(device)
+        for plugin in plugins.by_name.values():
+            check_keys(plugin.hf_ds_config, self._package)
         for note in plugins.active.notes:
             _logger.warning_once("DeepSpeedPlugin: %s.", note)
         self._plugins = plugins
