@@ -722,6 +722,45 @@ def test_keys_that_the_installed_deepspeed_does_not_know_are_named() -> None:
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_with_a_state_from_the_start_trains_and_resumes(stage: int, tmp_path: Path) -> None:
+    def groups(model: nn.Module) -> Any:
+        return [{"params": [model.get_parameter("weight")], "lr": 0.5}, {"params": [model.get_parameter("bias")]}]
+
+    def steps(model: nn.Module, optimizer: Any, backward: Any, count: int) -> None:
+        for _ in range(count):
+            backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        return model, torch.optim.Adagrad(groups(model), lr=0.1, initial_accumulator_value=0.5)
+
+    def body() -> list[dict[str, Tensor]]:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        model, optimizer = accelerator.prepare(*built())
+        steps(model, optimizer, accelerator.backward, 2)
+        accelerator.save_state(str(tmp_path / "saved"))
+        steps(model, optimizer, accelerator.backward, 2)
+        trained = accelerator.get_state_dict(model)
+        accelerator.load_state(str(tmp_path / "saved"))
+        steps(model, optimizer, accelerator.backward, 2)
+        return [trained, accelerator.get_state_dict(model)]
+
+    inputs = torch.arange(8.0).view(2, 4) / 8
+    alone, optimizer = built()
+    steps(alone, optimizer, lambda loss: loss.backward(), 4)
+    trained, resumed = run_forked(body, num_processes=2, timeout=100)[0]
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(trained[name], resumed[name])
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
 def test_misuse_is_refused_in_words() -> None:
     def body() -> list[str]:
         accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))

@@ -253,6 +253,7 @@ class DeepSpeed(Strategy):
             engine, *_ = self._package.initialize(
                 model=model.module, optimizer=optimizer.optimizer, config=config, dist_init_required=False
             )
+        _keep_adagrad(engine, optimizer.optimizer)
         return engine
 
     def _all_shards(self) -> list[ZeroShards]:
@@ -318,11 +319,33 @@ def _check_pair(optimizer: ZeroOptimizer, models: Sequence[EngineModel], trained
             f"This {kind} is the second optimizer of one {type(models[0].module).__name__}, and DeepSpeed shards a "
             "model with one optimizer. Put all parameters into the groups of one optimizer."
         )
-    if any(optimizer.optimizer.state.get(p) for g in optimizer.optimizer.param_groups for p in g["params"]):
+    if _has_state(optimizer.optimizer):
         raise PreparationError(
             f"This {kind} has a state for whole weights (it has stepped, or its state was loaded), and its model is "
             "sharded now. Create a new one before prepare()."
         )
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has a state of steps; Adagrad is created with one of no step."""
+    states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return any(float(state["step"]) for state in states if state)
+    return any(states)
+
+
+def _keep_adagrad(engine: Any, optimizer: Optimizer) -> None:
+    """Let ZeRO step the Adagrad of the script, not the one that it made from the defaults, with one parameter group."""
+    zero = engine.optimizer
+    if not isinstance(optimizer, torch.optim.Adagrad) or zero.optimizer is optimizer:
+        return
+    optimizer.state.clear()
+    optimizer.state.update(zero.optimizer.state)
+    zero.optimizer = optimizer
+    if engine.zero_optimization_stage() < 3:  # it has linked weights to the shards of that one group
+        zero._link_all_hp_params()  # pyright: ignore[reportPrivateUsage]
+        zero._create_optimizer_mapping()  # pyright: ignore[reportPrivateUsage]
+        zero._param_slice_mappings = zero._create_param_mapping()  # pyright: ignore[reportPrivateUsage]
 
 
 def _no_local_training() -> UnsupportedError:
