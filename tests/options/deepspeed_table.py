@@ -37,7 +37,8 @@ OF_THE_ACCELERATOR = {
     "train_micro_batch_size_per_gpu": "compared with the loader",
     "gradient_accumulation_steps": "see the field",
     "gradient_clipping": "see the field",
-    "optimizer": "made from `DummyOptim`; a Trainer makes its own, and both must agree",
+    "optimizer": "made from `DummyOptim`, with DeepSpeed's default values; a Trainer makes its own, and both must "
+    "agree",
     "scheduler": "made from `DummyScheduler`; a Trainer makes its own, and both must agree",
     "fp16": "autocast over fp32 weights and a loss scaler with these values, as with DDP",
     "bf16": "autocast over fp32 weights, as with DDP",

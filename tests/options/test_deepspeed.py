@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.options import deepspeed_table
 from trainer_lib import Accelerator, DeepSpeedPlugin
@@ -14,7 +16,7 @@ from trainer_lib.accelerator.deepspeed_config import apply_config
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, UnsupportedError
 from trainer_lib.options.deepspeed.auto_values import training_values
 from trainer_lib.options.deepspeed.deepspeed_plugin import KEYS
-from trainer_lib.utils.deepspeed import DummyOptim, HfDeepSpeedConfig
+from trainer_lib.utils.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 # zero_stage2_config.json of Accelerate's handbook.
 HANDBOOK: dict[str, Any] = {
@@ -175,6 +177,7 @@ def test_a_number_of_the_config_that_beats_a_dummys_is_named(caplog: pytest.LogC
         ({}, []),
         ({"lr": 0.01, "weight_decay": 0.5, "betas": (0.9, 0.95)}, []),
         ({"lr": 0.001}, ["optimizer.params.lr is 0.01 in the DeepSpeed config and 0.001 in DummyOptim"]),
+        ({"amsgrad": True}, ["DummyOptim(amsgrad=True) has no effect"]),
         ({"eps": 1e-8}, ["optimizer.params.eps is 1e-06 in the DeepSpeed config and 1e-08 in DummyOptim"]),
     ]
     for options, said in cases:
@@ -182,6 +185,56 @@ def test_a_number_of_the_config_that_beats_a_dummys_is_named(caplog: pytest.LogC
         made = apply_config(DeepSpeedPlugin(config), [DummyOptim(nn.Linear(2, 1).parameters(), **options)], 1, 1)
         assert (made[0].defaults["lr"], made[0].defaults["eps"]) == (0.01, 1e-6)
         assert [message.split(":")[0] for message in caplog.messages] == said
+
+
+def of_config(optimizer: Any, schedule: Any = None) -> dict[str, Any]:
+    """Return a config with an optimizer and a schedule."""
+    return {"zero_optimization": {"stage": 0}, "optimizer": optimizer, "scheduler": schedule}
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": "auto"}}
+TYPE: dict[str, Any] = {"type": "AdamW"}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (of_config(TYPE | {"parms": {"lr": 1e-5}}), "Unknown key of optimizer .* 'parms'.* Did you mean 'params'"),
+        (of_config(ADAMW, {"type": "WarmupLR", "parms": {}}), "Unknown key of scheduler .* Did you mean 'params'"),
+        (of_config(TYPE | {"params": {"bets": [0.9]}}), "key of optimizer.params .* 'bets'.* Did you mean 'betas'"),
+        (of_config(TYPE | {"params": {"lr": "1e-5"}}), "optimizer.params in .* do not fit AdamW: .*'str'"),
+        (of_config(TYPE | {"params": {"max_grad_norm": 1.0}}), "max_grad_norm .* Write .gradient_clipping. at the top"),
+        ({"bf16": {"enabled": "true"}}, "bf16.enabled in the DeepSpeed config must be True or False, got 'true'"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enables both fp16 and bf16"),
+    ],
+)
+def test_what_an_optimizer_or_a_precision_does_not_take_is_refused(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        apply_config(DeepSpeedPlugin(config), [DummyOptim(nn.Linear(2, 1).parameters())], 1, 1)
+
+
+def test_an_optimizer_has_the_defaults_of_deepspeeds() -> None:
+    for values, decay in (
+        ({"type": "AdamW"}, 0.0),
+        ({"type": "adamw", "params": {"lr": 0.1}}, 0.0),
+        ({"type": "Adam", "params": {}}, 0.0),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, 0.01),
+        ({"type": "AdamW", "params": {"weight_decay": 0.5}}, 0.5),
+    ):
+        made = apply_config(DeepSpeedPlugin(of_config(values)), [DummyOptim(nn.Linear(2, 1).parameters())], 1, 1)
+        assert (type(made[0]), made[0].defaults["weight_decay"]) == (torch.optim.AdamW, decay)
+
+
+def test_a_schedule_of_the_config_needs_its_dummy(caplog: pytest.LogCaptureFixture) -> None:
+    plugin = DeepSpeedPlugin(of_config(ADAMW, {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}))
+    model = nn.Linear(2, 1)
+    dummy = DummyOptim(model.parameters(), lr=0.5)
+    (optimizer,) = apply_config(plugin, [dummy], 1, 1)
+    assert ["the learning rate stays the same" in message for message in caplog.messages] == [True]
+    with pytest.raises(ConfigurationError, match=r"got a schedule, and .* a section `scheduler`\. Give DummyScheduler"):
+        apply_config(plugin, [LambdaLR(optimizer, lambda step: 1.0)], 1, 1)
+    with pytest.raises(ConfigurationError, match=r"follows a DummyOptim that prepare\(\) did not get with it"):
+        apply_config(plugin, [DummyScheduler(dummy)], 1, 1)
 
 
 def test_defaults_are_stage_2_without_a_file_and_deepspeeds_stage_with_one() -> None:

@@ -1,14 +1,16 @@
 """What a DeepSpeed config says of the objects given to `prepare`: "auto" values filled, optimizer and schedule made."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.deepspeed.auto_values import DEFAULTS, training_values
 from trainer_lib.options.deepspeed.config_file import AUTO, values_of
@@ -17,13 +19,15 @@ from trainer_lib.options.deepspeed.placeholders import DummyOptim, DummySchedule
 
 _logger = get_logger(__name__)
 
+# By their names in lower case, as DeepSpeed compares them.
 _OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "AdamW": torch.optim.AdamW,
-    "Adam": torch.optim.AdamW,  # unless adam_w_mode is off
-    "SGD": torch.optim.SGD,
-    "Adagrad": torch.optim.Adagrad,
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.AdamW,  # unless adam_w_mode is off
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
 }
 _IMPLEMENTATION = ("torch_adam", "adam_w_mode", "bias_correction")  # DeepSpeed's ways to compute the same
+_OF_SOME_SCHEDULES = ("total_num_steps", "warmup_num_steps")  # which scripts give to any
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
@@ -56,6 +60,7 @@ def apply_config(
             "prepare got an optimizer, and the DeepSpeed config has a section `optimizer`. Give DummyOptim(params), or "
             "remove the section."
         )
+    _check_schedules(plugin, values, schedules)
     _fill(plugin, values, optimizers, schedules, accumulation_steps, num_processes)
     made = {id(dummy): _optimizer(plugin, dummy) for dummy in optimizers}
     made |= {id(dummy): _schedule(plugin, dummy, made) for dummy in schedules}
@@ -65,6 +70,21 @@ def apply_config(
 def is_schedule(value: Any) -> bool:
     """Whether this is a schedule of DeepSpeed's, which has no base class of torch."""
     return type(value).__name__ in _SCHEDULES and type(value).__module__.startswith("deepspeed.")
+
+
+def _check_schedules(plugin: DeepSpeedPlugin, values: Sequence[Any], schedules: Sequence[DummyScheduler]) -> None:
+    if not plugin.get_value("scheduler"):
+        return
+    if any(isinstance(value, LRScheduler) for value in values):
+        raise ConfigurationError(
+            "prepare got a schedule, and the DeepSpeed config has a section `scheduler`. Give "
+            "DummyScheduler(optimizer), or remove the section."
+        )
+    if not schedules and any(isinstance(value, (DummyOptim, Optimizer)) for value in values):
+        _logger.warning(
+            "The DeepSpeed config has a section `scheduler`, and prepare got an optimizer without a schedule: the "
+            "learning rate stays the same. Give prepare() DummyScheduler(optimizer) too, and call its step()."
+        )
 
 
 def _fill(
@@ -98,7 +118,7 @@ def _fill(
     plugin.deepspeed_config_process("", None, None, True, **filled)
     for dummy, section in ((optimizers, "optimizer"), (schedules, "scheduler")):
         if dummy:
-            _name_differences(plugin, type(dummy[0]).__name__, section, dummy[0].given)
+            _name_differences(plugin, dummy[0], section)
 
 
 def _learning_rate(optimizers: Sequence[DummyOptim], schedules: Sequence[DummyScheduler]) -> Any:
@@ -111,42 +131,81 @@ def _learning_rate(optimizers: Sequence[DummyOptim], schedules: Sequence[DummySc
     return None
 
 
-def _name_differences(plugin: DeepSpeedPlugin, kind: str, section: str, given: Mapping[str, Any]) -> None:
-    """Warn of numbers that a script gives to a dummy and that the config, which counts, says otherwise."""
-    for name, value in given.items():
-        key = f"{section}.params.{name}"
+def _name_differences(plugin: DeepSpeedPlugin, dummy: DummyOptim | DummyScheduler, section: str) -> None:
+    """Warn of values that a script gives to a dummy and that the config, which counts, does not have."""
+    kind, params = plugin.get_value(f"{section}.type"), plugin.get_value(f"{section}.params") or {}
+    for name, value in dummy.given.items() if kind is not None else ():
         of_script = list(value) if isinstance(value, tuple) else value  # JSON has no tuples
-        if plugin.get_value(key) not in (None, of_script):
+        if name not in params and name not in _OF_SOME_SCHEDULES:
             _logger.warning(
-                '%s is %r in the DeepSpeed config and %r in %s: the config counts. Write "auto" into it to use the '
+                '%s(%s=%r) has no effect: %s.params in the DeepSpeed config has no %r. Add it there; "auto" is the '
                 "script's value.",
-                key,
-                plugin.get_value(key),
+                type(dummy).__name__,
+                name,
                 value,
-                kind,
+                section,
+                name,
+            )
+        elif params.get(name) not in (None, of_script):
+            _logger.warning(
+                '%s.params.%s is %r in the DeepSpeed config and %r in %s: the config counts. Write "auto" into it to '
+                "use the script's value.",
+                section,
+                name,
+                params[name],
+                value,
+                type(dummy).__name__,
             )
 
 
 def _optimizer(plugin: DeepSpeedPlugin, dummy: DummyOptim) -> Optimizer:
-    kind, params = plugin.get_value("optimizer.type"), dict(plugin.get_value("optimizer.params", {}))
+    kind, params = plugin.get_value("optimizer.type"), dict(plugin.get_value("optimizer.params") or {})
     if kind is None:
         raise ConfigurationError(
             "DummyOptim stands for the section `optimizer` of the DeepSpeed config, which has none. Add it, or give an "
             "optimizer of torch."
         )
-    if kind not in _OPTIMIZERS or params.get("bias_correction") is False:
+    found = _OPTIMIZERS.get(str(kind).lower())
+    if found is None or params.get("bias_correction") is False:
         raise UnsupportedError(
-            f"optimizer.type={kind!r} in the DeepSpeed config has no counterpart here (known: "
-            f"{', '.join(_OPTIMIZERS)}, with bias correction). Remove the section, and give prepare() an optimizer."
+            f"optimizer.type={kind!r} in the DeepSpeed config has no counterpart here (known: AdamW, Adam, SGD, "
+            "Adagrad, with bias correction). Remove the section, and give prepare() an optimizer."
         )
-    made = torch.optim.Adam if kind == "Adam" and params.get("adam_w_mode") is False else _OPTIMIZERS[kind]
+    if str(kind).lower() == "adam" and params.get("adam_w_mode") is False:
+        found = torch.optim.Adam
     options = {name: value for name, value in params.items() if name not in _IMPLEMENTATION and value != AUTO}
-    return made(dummy.params, **options)
+    if found is torch.optim.AdamW and not params.get("torch_adam"):
+        options.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own; torch's is 0.01
+    return _made("optimizer", found, dummy.params, options)
+
+
+def _made(section: str, kind: Any, subject: Any, options: dict[str, Any]) -> Any:
+    """Return an optimizer or a schedule with the values of its section."""
+    known = [name for name in inspect.signature(kind).parameters if name not in ("params", "optimizer")]
+    for name in options:
+        if name == "max_grad_norm":
+            raise ConfigurationError(
+                f"{section}.params.max_grad_norm in the DeepSpeed config is no option of an optimizer. Write "
+                '"gradient_clipping" at the top of the config.'
+            )
+        if name not in known:
+            raise ConfigurationError(unknown(f"key of {section}.params in the DeepSpeed config", name, known))
+    try:
+        return kind(subject, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{section}.params in the DeepSpeed config do not fit {kind.__name__}: {error}."
+        ) from error
 
 
 def _schedule(plugin: DeepSpeedPlugin, dummy: DummyScheduler, made: dict[int, Any]) -> Any:
     optimizer = made.get(id(dummy.optimizer), dummy.optimizer)
-    kind, params = plugin.get_value("scheduler.type"), dict(plugin.get_value("scheduler.params", {}))
+    if isinstance(optimizer, DummyOptim):
+        raise ConfigurationError(
+            "This DummyScheduler follows a DummyOptim that prepare() did not get with it. Give both to one prepare(), "
+            "or DummyScheduler(optimizer) the prepared optimizer."
+        )
+    kind, params = plugin.get_value("scheduler.type"), dict(plugin.get_value("scheduler.params") or {})
     if kind is None:
         if dummy.lr_scheduler_callable is None:
             raise ConfigurationError(
@@ -155,13 +214,12 @@ def _schedule(plugin: DeepSpeedPlugin, dummy: DummyScheduler, made: dict[int, An
             )
         return dummy.lr_scheduler_callable(optimizer)
     if kind not in _SCHEDULES:
-        raise UnsupportedError(
-            f"scheduler.type={kind!r} in the DeepSpeed config is not known (known: {', '.join(_SCHEDULES)})."
-        )
-    unknown = [name for name, value in params.items() if value == AUTO]
-    if unknown:
+        raise UnsupportedError(unknown("scheduler.type in the DeepSpeed config", kind, _SCHEDULES))
+    without_value = [name for name, value in params.items() if value == AUTO]
+    if without_value:
         raise ConfigurationError(
-            f'scheduler.params.{unknown[0]} is "auto" in the DeepSpeed config, and no value is known. Give it to '
+            f'scheduler.params.{without_value[0]} is "auto" in the DeepSpeed config, and no value is known. Give it to '
             "DummyScheduler, or write it into the config."
         )
-    return getattr(importlib.import_module("deepspeed.runtime.lr_schedules"), kind)(optimizer, **params)
+    made_by = getattr(importlib.import_module("deepspeed.runtime.lr_schedules"), kind)
+    return _made("scheduler", made_by, optimizer, params)

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.options.base import Options, check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
 from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig
@@ -43,6 +43,9 @@ _OBJECTS = {
     "fp16": '{"enabled": true}',
     "bf16": '{"enabled": true}',
 }
+
+# Of these, other keys would have no effect.
+_KEYS_OF = {"optimizer": ("type", "params", "legacy_fusion"), "scheduler": ("type", "params")}
 
 _WITHOUT_FILE: dict[str, Any] = {
     "train_batch_size": AUTO,
@@ -287,6 +290,10 @@ class DeepSpeedPlugin(Options):
             raise ConfigurationError(
                 f"zero_optimization in the DeepSpeed config has {meant[0]!r}. Did you mean 'stage'?"
             )
+        for section, known in _KEYS_OF.items():
+            for name in self.get_value(section) or {}:
+                if name not in known and name[:1].isalpha():
+                    raise ConfigurationError(unknown(f"key of {section} in the DeepSpeed config", name, known))
         for name in self.deepspeed_config.keys() - _SECTIONS:
             meant = get_close_matches(name, _SECTIONS, n=1, cutoff=0.85)
             if meant and name[0].isalpha():  # others, such as "_optimizer", are commented out
@@ -297,6 +304,11 @@ class DeepSpeedPlugin(Options):
             check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
         if self.gradient_clipping not in (None, AUTO, 0):
             check_positive("gradient_clipping", self.gradient_clipping)
+        for name in ("fp16", "bf16"):
+            if (enabled := self.get_value(f"{name}.enabled")) not in (None, AUTO):
+                check_flag(f"{name}.enabled in the DeepSpeed config", enabled)
+        if self.get_value("fp16.enabled") is True and self.get_value("bf16.enabled") is True:
+            raise ConfigurationError("The DeepSpeed config enables both fp16 and bf16. Enable one of them.")
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
             if getattr(self, name) not in (None, AUTO):
                 check_flag(name, getattr(self, name))
@@ -325,6 +337,11 @@ class DeepSpeedPlugin(Options):
             self.zero3_init_flag = self.zero_stage == 3
         if self.zero_stage == 3:
             return
+        for name in ("fp16", "bf16"):
+            if (enabled := self.get_value(f"{name}.enabled")) not in (None, AUTO):
+                check_flag(f"{name}.enabled in the DeepSpeed config", enabled)
+        if self.get_value("fp16.enabled") is True and self.get_value("bf16.enabled") is True:
+            raise ConfigurationError("The DeepSpeed config enables both fp16 and bf16. Enable one of them.")
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
             if getattr(self, name) is True:
                 self._notes.append(f"{name}=True has no effect with zero_stage={self.zero_stage}: it needs stage 3")

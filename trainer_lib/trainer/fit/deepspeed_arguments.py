@@ -9,7 +9,7 @@ from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
 # Of the optimizer named in the arguments.
-_OPTIMIZERS = {"adamw": ("AdamW", "Adam"), "adam": ("Adam",), "sgd": ("SGD",), "adagrad": ("Adagrad",)}
+_OPTIMIZERS = {"adamw": ("adamw", "adam"), "adam": ("adam",), "sgd": ("sgd",), "adagrad": ("adagrad",)}
 # DeepSpeed's schedule for each one named in the arguments.
 _SCHEDULES = {
     "constant": "WarmupLR",
@@ -56,7 +56,7 @@ def _check_optimizer(plugin: DeepSpeedPlugin, args: TrainingArguments) -> None:
     kind = plugin.get_value("optimizer.type")
     if kind is None:
         return
-    if kind not in _OPTIMIZERS.get(args.optimizer, ()):
+    if str(kind).lower() not in _OPTIMIZERS.get(args.optimizer, ()):
         raise UnsupportedError(
             f"optimizer.type is {kind!r} in the DeepSpeed config and optimizer={args.optimizer!r} in the arguments, "
             "which make the optimizer. Give the same optimizer there, or remove the section `optimizer`."
