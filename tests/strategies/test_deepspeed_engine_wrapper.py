@@ -71,6 +71,21 @@ def test_a_prepared_model_is_no_engine() -> None:
             DeepSpeedEngineWrapper(value)
 
 
+def test_methods_of_an_engine_say_what_does_the_same() -> None:
+    prepared: Any = EngineModel(model())
+    with pytest.raises(
+        AttributeError, match=r"no 'save_16bit_model' of DeepSpeed's engine\. Use accelerator.save_model"
+    ):
+        prepared.save_16bit_model("folder")
+    with pytest.raises(AttributeError, match="Use accelerator.backward"):
+        prepared.backward(torch.ones(()))
+    assert not hasattr(prepared, "load_checkpoint")
+    prepared.module.step = 3
+    assert prepared.step == 3
+    with pytest.raises(AttributeError, match="object has no attribute 'unknown'"):
+        _ = prepared.unknown
+
+
 def test_an_optimizer_without_a_counterpart_is_returned() -> None:
     optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
     assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer

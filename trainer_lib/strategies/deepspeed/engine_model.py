@@ -8,6 +8,22 @@ from torch import Tensor, nn
 from trainer_lib.foundation.errors import PreparationError, UnsupportedError
 
 
+# Of the methods of DeepSpeed's engine: what does the same here.
+_INSTEAD = {
+    "backward": "accelerator.backward(loss)",
+    "step": "the prepared optimizer's step()",
+    "load_checkpoint": "accelerator.load_state(folder), or load_state_dict_from_zero_checkpoint of "
+    "trainer_lib.utils.deepspeed for files of DeepSpeed",
+    "save_16bit_model": "accelerator.save_model(model, folder), or save_pretrained with "
+    "state_dict=accelerator.get_state_dict(model), whose weights are fp32",
+    "get_global_grad_norm": "the norm that accelerator.clip_grad_norm_ returns",
+    "is_gradient_accumulation_boundary": "accelerator.sync_gradients",
+    "gradient_accumulation_steps": "accelerator.gradient_accumulation_steps",
+    "zero_optimization_stage": "accelerator.deepspeed_plugin.zero_stage",
+    "get_lr": "the groups of the prepared optimizer, or get_last_lr() of the schedule",
+}
+
+
 class EngineModel(nn.Module):
     """A model, and DeepSpeed's engine around it once its optimizer is prepared too.
 
@@ -65,4 +81,9 @@ class EngineModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            if name in _INSTEAD and not hasattr(module, name):
+                raise AttributeError(
+                    f"A prepared model has no {name!r} of DeepSpeed's engine. Use {_INSTEAD[name]}."
+                ) from None
+            return getattr(module, name)
