@@ -660,6 +660,43 @@ def test_an_optimizer_that_reads_whole_weights_is_warned_of() -> None:
         ]
 
 
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_through_several_forwards_has_the_gradients_of_one_process(stage: int) -> None:
+    def loss_of(model: Any, inputs: Tensor) -> Tensor:
+        return (model(inputs) - model(inputs.flip(1))).square().mean() + model(inputs + 1).square().mean()
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def body() -> dict[str, Tensor]:
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage)
+        )
+        model, optimizer = accelerator.prepare(*built())
+        for part in inputs:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+    inputs = torch.arange(48.0).view(4, 3, 4) / 48
+    alone, optimizer = built()
+    for number, part in enumerate(inputs):
+        (loss_of(alone, part) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = run_forked(body, num_processes=2, timeout=100)[0]
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
 MISSPELT: dict[str, dict[str, Any]] = {
     "zero_optimization in the DeepSpeed config has 'overlap_com', which .* Did you mean 'overlap_comm'": {
         "zero_optimization": {"stage": 2, "overlap_com": True}

@@ -44,6 +44,7 @@ class ZeroShards:
         self.is_offloaded = bool(engine.zero_offload_optimizer()) and engine.zero_offload_optimizer().device != "none"
         self._is_reduced = False
         self._is_stepping = False
+        _count_backwards_once(self.zero)
         if self.stage == 3:
             self.tensors: Sequence[Tensor] = list(self.zero.fp32_partitioned_groups_flat)
             self.parameters: list[list[nn.Parameter]] = list(self.zero.fp16_groups)
@@ -170,6 +171,20 @@ class ZeroShards:
             return Piece(0, 0, 0, 0)
         shard, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
         return Piece(mapping.param_group_index, shard.start, whole.start, shard.numel)
+
+
+def _count_backwards_once(zero: Any) -> None:
+    """Let ZeRO complete a backward through several forwards, and one that follows a backward that raised.
+
+    It counts a backward for each forward, as nested ones, and completes none while it counts two.
+    """
+    enter_backward = zero.enter_backward
+
+    def enter() -> None:
+        zero._backward_active_depth = 0  # pyright: ignore[reportPrivateUsage]
+        enter_backward()
+
+    zero.enter_backward = enter
 
 
 def _joined(gradients: Sequence[Tensor], tensor: Tensor) -> Tensor:
