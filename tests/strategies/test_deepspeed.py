@@ -697,6 +697,31 @@ def test_a_backward_through_several_forwards_has_the_gradients_of_one_process(st
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("clipping", [0.5, None])
+def test_the_config_clips_at_stage_0_too(clipping: float | None) -> None:
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    inputs = torch.arange(8.0).view(2, 4)
+    plugin = DeepSpeedPlugin({"gradient_clipping": clipping, "zero_optimization": {"stage": 0}})
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+    model, optimizer = accelerator.prepare(*built())
+    for part in inputs:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(part).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    alone, reference = built()
+    for part in inputs:
+        (alone(part).square().sum() / 2).backward()
+    if clipping is not None:
+        assert nn.utils.clip_grad_norm_(alone.parameters(), clipping) > 2 * clipping
+    reference.step()
+    torch.testing.assert_close(accelerator.get_state_dict(model), dict(alone.state_dict()))
+
+
 MISSPELT: dict[str, dict[str, Any]] = {
     "zero_optimization in the DeepSpeed config has 'overlap_com', which .* Did you mean 'overlap_comm'": {
         "zero_optimization": {"stage": 2, "overlap_com": True}

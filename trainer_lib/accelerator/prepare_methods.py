@@ -194,9 +194,14 @@ class PrepareMethods(CollectiveMethods):
         self.strategy.rebind_parameters(optimizer)
         kind: Callable[..., AcceleratedOptimizer] = AcceleratedOptimizer
         if self.state.deepspeed_plugin is not None:
+            from trainer_lib.accelerator.clipped_optimizer import ClippedOptimizer
             from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 
-            kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, ZeroOptimizer) else AcceleratedOptimizer
+            limit = self.state.deepspeed_plugin.gradient_clipping
+            if isinstance(optimizer, ZeroOptimizer):
+                kind = DeepSpeedOptimizerWrapper
+            elif isinstance(limit, (int, float)) and limit > 0:  # stage 0, with DDP
+                kind = partial(ClippedOptimizer, strategy=self.strategy, max_norm=limit)
         if self.state.megatron_lm_plugin is not None:
             from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
 
