@@ -722,6 +722,36 @@ def test_the_config_clips_at_stage_0_too(clipping: float | None) -> None:
     torch.testing.assert_close(accelerator.get_state_dict(model), dict(alone.state_dict()))
 
 
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_each_model_follows_the_plugin_that_was_active_when_it_was_prepared() -> None:
+    def body() -> tuple[float, str]:
+        plugins = {
+            "clipped": DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5),
+            "free": DeepSpeedPlugin(zero_stage=3),
+            "whole": DeepSpeedPlugin(zero_stage=0),
+        }
+        accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+        model = nn.Linear(4, 3)
+        before = [value.clone() for value in model.state_dict().values()]
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.state.select_deepspeed_plugin("free")
+        accelerator.backward(model(torch.ones(1, 4)).sum() * 100)
+        optimizer.step()
+        state: dict[str, Tensor] = accelerator.get_state_dict(model)
+        changes = [new - old for new, old in zip(state.values(), before, strict=True)]
+        accelerator.state.select_deepspeed_plugin("whole")
+        other = nn.Linear(4, 3)
+        with pytest.raises(UnsupportedError) as caught:
+            accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=1.0))
+        return torch.cat([change.flatten() for change in changes]).norm().item(), str(caught.value)
+
+    norm, refused = run_forked(body, num_processes=1, timeout=100)[0]
+    assert norm == pytest.approx(0.5, rel=1e-5)
+    assert "trains with a DeepSpeedPlugin of zero_stage=0, and others in deepspeed_plugins shard" in refused
+
+
 MISSPELT: dict[str, dict[str, Any]] = {
     "zero_optimization in the DeepSpeed config has 'overlap_com', which .* Did you mean 'overlap_comm'": {
         "zero_optimization": {"stage": 2, "overlap_com": True}

@@ -1,5 +1,6 @@
 """`DeepSpeed`: ZeRO shards optimizer states, gradients and weights; the accumulation window stays the Accelerator's."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
+from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.options.deepspeed.zero3_init import construction_config, shard_built_models
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.averages_in_flight import AveragesInFlight
@@ -81,7 +83,7 @@ class DeepSpeed(Strategy):
         if any(known.optimizer is optimizer for known in self._optimizers):
             raise PreparationError(f"This {type(optimizer).__name__} is prepared already.")
         _check_updates_vectors(type(optimizer))
-        wrapped = ZeroOptimizer(optimizer, self._clip_by_config)
+        wrapped = ZeroOptimizer(optimizer, functools.partial(self._clip_by_config, self._plugins.active))
         self._optimizers.append(wrapped)
         return wrapped
 
@@ -245,6 +247,11 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------------------------------------------------------
 
     def _engine(self, model: EngineModel, optimizer: ZeroOptimizer) -> Any:
+        if self._plugins.active.zero_stage == 0:
+            raise UnsupportedError(
+                f"This {type(model.module).__name__} trains with a DeepSpeedPlugin of zero_stage=0, and others in "
+                "deepspeed_plugins shard. Give it zero_stage=1 or more; a model without an optimizer needs none."
+            )
         config = engine_config(self._plugins.active, model.module)
         if self._plugins.active.zero_stage == 3:
             _mark_gathered_together(model.module, self._plugins.active.transformer_moe_cls_names or ())
@@ -263,8 +270,8 @@ class DeepSpeed(Strategy):
         engine = self.engine_of(model)
         return next((shards for shards in self._all_shards() if shards.engine is engine), None)
 
-    def _clip_by_config(self, shards: ZeroShards) -> None:
-        limit = self._plugins.active.gradient_clipping
+    def _clip_by_config(self, plugin: DeepSpeedPlugin, shards: ZeroShards) -> None:
+        limit = plugin.gradient_clipping
         if isinstance(limit, (int, float)) and limit > 0:
             self.clip_grad_norm(shards.tensors, limit, 2.0)
 
