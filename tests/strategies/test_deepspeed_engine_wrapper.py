@@ -77,7 +77,7 @@ def test_methods_of_an_engine_say_what_does_the_same() -> None:
         AttributeError, match=r"no 'save_16bit_model' of DeepSpeed's engine\. Use accelerator.save_model"
     ):
         prepared.save_16bit_model("folder")
-    with pytest.raises(AttributeError, match="Use accelerator.backward"):
+    with pytest.raises(AttributeError, match=r"Use accelerator\.backward"):
         prepared.backward(torch.ones(()))
     assert not hasattr(prepared, "load_checkpoint")
     prepared.module.step = 3

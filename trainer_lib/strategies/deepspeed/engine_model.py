@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import PreparationError, UnsupportedError
 
-
 # Of the methods of DeepSpeed's engine: what does the same here.
 _INSTEAD = {
     "backward": "accelerator.backward(loss)",
