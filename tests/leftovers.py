@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ _SHARED_MEMORY = re.compile(r"torch_(\d+)_")  # with the process that made it
 # The folder of tmp_path, which pytest looks after; what this very process removes when it exits; and what ranks that a
 # test kills cannot remove: the folders of multiprocessing and of wandb.
 _EXPECTED = re.compile(r"pytest-of-|trainer_lib[-_]|pymp-|tmp\w+wandb-")
-_HELPERS = re.compile(r"multiprocessing\.(resource_tracker|forkserver)")  # which end with their parent
+_HELPERS = "multiprocessing.resource_tracker"  # ends with its parent
 _PATIENCE = 2.0  # seconds for processes that are ending
 
 
@@ -94,14 +96,23 @@ class _OfSession:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _stop_fork_server() -> None:
+    """End the fork server of data workers and its tracker, which end with this process, and remove their folder."""
+    if (module := sys.modules.get("multiprocessing.forkserver")) is not None:
+        module._forkserver._stop()  # type: ignore[attr-defined]
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+        util._run_finalizers(-100)  # type: ignore[attr-defined]
+
+
 def _of_this_process() -> list[str]:
     """Return the children and the listening ports of this process, once the worlds that wait for tests are closed."""
     close_worlds()
+    _stop_fork_server()
     gc.unfreeze()
     gc.collect()  # a group of a test that is only referred to in a cycle
     gc.freeze()  # pytest collects several times more
     commands = [(child.pid, " ".join(_command(child))) for child in psutil.Process().children()]
-    children = [f"child process {pid}: {command}" for pid, command in commands if not _HELPERS.search(command)]
+    children = [f"child process {pid}: {command}" for pid, command in commands if _HELPERS not in command]
     connections = psutil.Process().net_connections()
     return children + [
         f"port {connection.laddr.port}" for connection in connections if connection.status == psutil.CONN_LISTEN

@@ -19,6 +19,19 @@ STACKS_SIGNAL: int = getattr(signal, "SIGUSR2", 0)
 _STACKS = "trainer_lib-stacks"  # a file in memory, which disappears with its worker
 
 
+def make_ready(context: Any) -> None:
+    """Make this process ready for workers that are not forked from it.
+
+    Args:
+        context: The multiprocessing context of the loader; `None` is Python's default one.
+    """
+    from trainer_lib.data_loader.readers import worker_tensors
+    from trainer_lib.processes.fork_server import preload
+
+    worker_tensors.send_generators_as_bytes()
+    preload(["torch", worker_tensors.__name__], context)
+
+
 class WorkerInit:
     """The `worker_init_fn` of a prepared loader.
 

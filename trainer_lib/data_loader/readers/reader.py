@@ -26,7 +26,7 @@ from trainer_lib.data_loader.order.epoch_start import (
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_worker_seed
-from trainer_lib.data_loader.worker_process import WorkerInit
+from trainer_lib.data_loader.worker_process import WorkerInit, make_ready
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
@@ -56,9 +56,7 @@ class Reader(ABC):
         self.swap("generator", self._worker_seeds.generator)
         self._worker_init = WorkerInit(loader.worker_init_fn)
         if loader.num_workers:
-            from trainer_lib.data_loader.readers.worker_tensors import send_generators_as_bytes
-
-            send_generators_as_bytes()
+            make_ready(loader.multiprocessing_context)
         self.swap("worker_init_fn", self._worker_init)
 
     @property
