@@ -90,6 +90,7 @@ def _prepare_again(trainer: TrainerInterface, changed: Collection[str]) -> None:
                 "model cannot be changed back. Set trainer.model to another one, or make another Trainer with "
                 f"TrainingArguments({name}={shown(now)}) and a model that is not prepared."
             )
+    parts.models.unfreeze()
     forget_prepared(trainer)
 
 

@@ -203,7 +203,6 @@ class Assigned:
 def forget_prepared(trainer: TrainerInterface) -> None:
     """Let the next call prepare the model, with an engine that holds nothing."""
     trainer.accelerator.free_memory()
-    trainer.parts.models.unfreeze()
     trainer.parts.models = PreparedModels()
     trainer.parts.forget_evaluator()
 

@@ -319,6 +319,27 @@ def test_groups_that_freeze_no_more_let_parameters_train(before: str) -> None:
     assert frozen == ["head.bias"]
 
 
+class Adapted(nn.Module):
+    """Freezes a model and adds a layer, as an adapter does."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.added = base.requires_grad_(False), nn.Linear(6, 6)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(self.added(inputs))
+
+
+def test_a_model_that_was_frozen_by_hand_stays_frozen_when_it_is_set() -> None:
+    trainer = made(Path(), parameter_groups=[ParameterGroup("blocks.*", frozen=True)])
+    trainer.fit()
+    trainer.model = Adapted(trainer.unwrapped_model)
+    trainer.args.parameter_groups = []
+    trainer.fit()
+    trained = [name for name, parameter in trainer.unwrapped_model.named_parameters() if parameter.requires_grad]
+    assert trained == ["added.weight", "added.bias"]
+
+
 def test_several_processes_train_what_is_frozen_no_more() -> None:
     def body() -> list[list[float]]:
         trainer = made(Path(), parameter_groups=[ParameterGroup("blocks.*", frozen=True)])

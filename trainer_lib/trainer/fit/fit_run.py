@@ -62,6 +62,7 @@ def _forget_last(trainer: TrainerInterface) -> None:
     from trainer_lib.modules.module_kinds import model_has_dtensor
 
     if not any(model_has_dtensor(model) for model in trainer.parts.models.listed):
+        trainer.parts.models.unfreeze()
         forget_prepared(trainer)
         return
     trainer.accelerator.prepared.keep_models()
