@@ -1,7 +1,7 @@
 """Arguments that change between two calls of a trainer: each takes effect, or an error shows what to do."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from trainer_lib.callbacks.checkpoint import Checkpoint
@@ -12,6 +12,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
+from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 from trainer_lib.trainer.trainer_interface import TrainerInterface, forget_loss, forget_prepared
 
 # What the engine, the split of the data and the displays are made from. Arguments in none of these lists are read by
@@ -76,7 +77,9 @@ def _prepare_again(trainer: TrainerInterface, changed: Collection[str]) -> None:
     """Let the next call prepare the model, if an argument changed that is read then."""
     from trainer_lib.modules.module_kinds import model_has_dtensor
 
-    parts, names = trainer.parts, [name for name in (*_OF_MODEL, _FREEZING) if name in changed]
+    parts, names = trainer.parts, [name for name in _OF_MODEL if name in changed]
+    if _frozen(parts.arguments[_FREEZING]) != _frozen(trainer.args.parameter_groups):
+        names.append(_FREEZING)
     if not names or not parts.models.are_prepared:
         return
     is_sharded = any(model_has_dtensor(model) for model in parts.models.listed)  # which nothing puts together again
@@ -92,6 +95,11 @@ def _prepare_again(trainer: TrainerInterface, changed: Collection[str]) -> None:
             )
     parts.models.unfreeze()
     forget_prepared(trainer)
+
+
+def _frozen(groups: Sequence[ParameterGroup]) -> list[tuple[str, bool]]:
+    """Return what groups say of freezing: the first whose pattern matches counts. Optimizers read the rest."""
+    return [(group.pattern, group.frozen) for group in groups] if any(group.frozen for group in groups) else []
 
 
 def _change_loaders(trainer: TrainerInterface) -> None:

@@ -340,6 +340,22 @@ def test_a_model_that_was_frozen_by_hand_stays_frozen_when_it_is_set() -> None:
     assert trained == ["added.weight", "added.bias"]
 
 
+def test_a_sharded_model_takes_other_learning_rates_of_groups() -> None:
+    def body() -> list[float]:
+        trainer = made(Path(), fsdp=True, lr_scheduler="constant")
+        trainer.args.parameter_groups = [ParameterGroup("head.*", learning_rate=0.25)]
+        trainer.fit()
+        trainer.args.parameter_groups = [ParameterGroup("head.*", learning_rate=0.125)]
+        trainer.fit()
+        (optimizer,) = trainer.run.optimizers.values()
+        trainer.args.parameter_groups = [ParameterGroup("head.*", frozen=True)]
+        with pytest.raises(ConfigurationError, match=r"parameter_groups was .* when the model was prepared"):
+            trainer.fit()
+        return sorted({group["lr"] for group in optimizer.param_groups})
+
+    assert all(0.125 in rates and 0.25 not in rates for rates in run_world(body))
+
+
 def test_several_processes_train_what_is_frozen_no_more() -> None:
     def body() -> list[list[float]]:
         trainer = made(Path(), parameter_groups=[ParameterGroup("blocks.*", frozen=True)])
