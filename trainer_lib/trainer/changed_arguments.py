@@ -116,16 +116,18 @@ def _remake_callbacks(trainer: TrainerInterface, kinds: Collection[type[Callback
     from trainer_lib.trainer import defaults
 
     parts, events = trainer.parts, trainer.events
-    given = [callback for callback in events if callback not in parts.default_callbacks]
-    made = {type(callback): callback for callback in defaults.callbacks(trainer.args, given) if callback not in given}
+    given = defaults.others(events, parts.default_callbacks)
+    made = {type(callback): callback for callback in defaults.others(defaults.callbacks(trainer.args, given), given)}
     for kind in kinds:
         former = [callback for callback in parts.default_callbacks if type(callback) is kind]
-        if any(callback not in events for callback in former):
+        if defaults.others(former, events):
             continue
         for callback in former:
             events.remove(callback)
         new = [made[kind]] if kind in made else []
         for callback in new:
             events.add(callback)
-        others = [callback for callback in parts.default_callbacks if callback not in former]
-        parts.default_callbacks = [*others, *new]
+        for callback in given:  # after the default ones, as in a new trainer
+            events.remove(callback)
+            events.add(callback)
+        parts.default_callbacks = [*defaults.others(parts.default_callbacks, former), *new]

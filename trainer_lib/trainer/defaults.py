@@ -1,7 +1,7 @@
 """Default implementations of the methods that a `Trainer`'s subclass can override."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,6 +47,12 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
         # A notebook's charts show what the lines say. What is no callback is refused later.
         there.append(Printer())
     return [callback for callback in there if not any(type(callback) is type(other) for other in given)] + list(given)
+
+
+def others(callbacks: Iterable[Callback], excluded: Iterable[Callback]) -> list[Callback]:
+    """Return the callbacks that are not among the excluded ones: by identity, since a dataclass may compare tensors."""
+    known = {id(callback) for callback in excluded}
+    return [callback for callback in callbacks if id(callback) not in known]
 
 
 def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:

@@ -169,7 +169,7 @@ class Trainer(ToolMethods, PublishMethods):
             make_evaluator=functools.partial(evaluator_of, self),
             means=RunningMeans(self.accelerator.group, self.accelerator.device),
             arguments=remembered(self.args),
-            default_callbacks=[callback for callback in all_callbacks if callback not in given],
+            default_callbacks=defaults.others(all_callbacks, given),
             owns_accelerator=accelerator is None,
         )
 

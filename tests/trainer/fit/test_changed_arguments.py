@@ -1,6 +1,7 @@
 """Arguments that are changed between two calls of a trainer: each takes effect, or is an error."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from trainer_lib import (
 from trainer_lib.callbacks import LambdaCallback
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.throughput import Throughput
-from trainer_lib.events import Modifier, Run
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import MissingPackageError
 from trainer_lib.trainer.arguments.declaration import settings
 
@@ -392,6 +393,28 @@ def test_default_callbacks_that_were_removed_or_given_stay_so(tmp_path: Path) ->
     trainer.args.keep_last, trainer.args.group_by_length = 1, True
     trainer.fit()
     assert [callback for callback in trainer.events if isinstance(callback, (Throughput, Checkpoint))] == [own]
+
+
+@dataclass
+class Holds(Callback):
+    """A callback that compares its values, as dataclasses do, and sees which checkpoints a save leaves."""
+
+    weights: Tensor
+    steps: list[int] = field(default_factory=list[int])
+
+    def on_save_end(self, run: Run, folder: Path) -> None:
+        self.steps = [checkpoint["step"] for checkpoint in run.state.checkpoints]
+
+
+def test_callbacks_that_compare_tensors_follow_default_ones_that_are_replaced(tmp_path: Path) -> None:
+    args = arguments(output_dir=tmp_path / "runs", max_steps=4, save_every=1, save_in_background=False)
+    callbacks = [Holds(torch.ones(2)), Holds(torch.ones(2))]
+    trainer = Trainer(
+        Network(), args, train_dataset=rows(), loss_fn=cross_entropy, collate_fn=Columns("labels"), callbacks=callbacks
+    )
+    trainer.args.keep_last = 1
+    trainer.fit()
+    assert [callback.steps for callback in callbacks] == [[4], [4]]
 
 
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
