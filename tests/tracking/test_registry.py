@@ -210,6 +210,17 @@ def test_options_are_known_without_an_import_of_the_package(name: str, option: s
     assert not {set_by_init_trackers, "self", "kwargs"} & set(known)
 
 
+def test_a_class_derived_from_a_tracker_may_take_other_options() -> None:
+    from trainer_lib.tracking import TensorBoardTracker
+
+    class Mine(TensorBoardTracker):
+        def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
+            self.prefix = kwargs.pop("prefix")
+            super().__init__(run_name, logging_dir, **kwargs)
+
+    assert registry.option_names(Mine) is None
+
+
 def test_an_option_that_init_trackers_sets_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install trainer_lib[tensorboard]")
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)

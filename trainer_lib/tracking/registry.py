@@ -167,10 +167,11 @@ def option_names(kind: type[GeneralTracker]) -> list[str] | None:
     names = names[2 if getattr(kind, "requires_logging_directory", False) else 1 :]  # the project, and the folder
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return names
-    if not issubclass(kind, BuiltInTracker) or kind.options_of is None:
+    options_of = vars(kind).get("options_of")  # of its own class: a class derived from it may take others
+    further = None if options_of is None else keywords_in_source(*options_of)
+    if further is None or not issubclass(kind, BuiltInTracker):
         return None
-    further = keywords_in_source(*kind.options_of)
-    return None if further is None else [*names, *(name for name in further if name not in kind.set_options)]
+    return [*names, *(name for name in further if name not in kind.set_options)]
 
 
 def check_options(options: Mapping[str, Mapping[str, Any]], trackers: Sequence[str | GeneralTracker]) -> None:
