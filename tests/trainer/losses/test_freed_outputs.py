@@ -1,5 +1,6 @@
 """What a model returned is freed before its backward, unless an override or a callback can see it."""
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -129,6 +130,17 @@ def test_outputs_that_a_loss_function_returns_are_freed_too() -> None:
         trainer.fit()
     assert model.kept == [False, True]
     assert len(callback.shapes) == 1
+
+
+class CallsInAFunction(Trainer):
+    """Computes the loss of a function around the model."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        return super().compute_loss(functools.partial(model), batch)
+
+
+def test_a_compute_loss_may_put_a_function_around_a_model_with_a_loss() -> None:
+    assert fitted(Classifier(has_loss=True), CallsInAFunction).run.state.step == 2
 
 
 def test_a_compute_loss_put_on_the_class_trainer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,8 @@ class ModelLoss:
     def evaluate(self, model: Any, batch: Any, keeps_outputs: bool = True) -> tuple[Any, LossResult | None]:
         """Return the outputs of a model, and its loss if there is one."""
         # Logits of a language model as fp32 take long and much memory.
-        hooks = [_global_forward_hooks, model._forward_hooks, self._bare._forward_hooks, self._module._forward_hooks]  # pyright: ignore[reportPrivateUsage] - there is no public way to ask
+        around = getattr(model, "_forward_hooks", {})  # `compute_loss` may call a function around the model
+        hooks = [_global_forward_hooks, around, self._bare._forward_hooks, self._module._forward_hooks]  # pyright: ignore[reportPrivateUsage] - there is no public way to ask
         is_seen = keeps_outputs or (hooks != _NO_HOOKS and _are_of_users(hooks))
         self._precision.unconverted = None if is_seen else self._module
         try:
