@@ -101,6 +101,18 @@ def test_output_that_cannot_be_written_is_named_with_the_reason(
     )
 
 
+@pytest.mark.parametrize("option", ["--output", "--charts"])
+def test_a_history_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "one")
+    Path("one/history.jsonl").unlink()
+    Path("one/history.jsonl").mkdir()
+    assert main(["report", "one", option, "one/new"]) == 2
+    assert "error: one/history.jsonl cannot be read: Is a directory.\n" in capsys.readouterr().err
+
+
 def test_a_configuration_of_fsdp1_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, converted = tmp_path / "old.yaml", tmp_path / "new.yaml"
     file.write_text(FSDP)

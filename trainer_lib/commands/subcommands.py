@@ -43,12 +43,16 @@ def writing(path: Path) -> Generator[None]:
     """Return the block that writes a file or a folder of a command's output, which may not be possible.
 
     Raises:
-        ConfigurationError: If it cannot be written, with the reason.
+        ConfigurationError: If it cannot be written, or a file cannot be read that it is made from, with the reason.
     """
     try:
         yield
     except OSError as error:
-        reason = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+        file = path if error.filename is None else Path(error.filename)
+        # The temporary file and the copy of the former one have its name in theirs.
+        if not (path.name in file.name or path.is_relative_to(file) or file.is_relative_to(path)):
+            raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
+        reason = f"{file} is a file" if isinstance(error, FileExistsError) else error.strerror or error
         raise ConfigurationError(f"{path} cannot be written: {reason}. Name another place.") from error
 
 
