@@ -29,6 +29,12 @@ def test_slow_samples_get_workers_and_fast_ones_none(monkeypatch: pytest.MonkeyP
     assert measured_workers(iter([1]), 4, list) == (0, "the dataset cannot be read by index")
 
 
+def test_a_collate_fn_that_draws_leaves_the_generators() -> None:
+    before = torch.get_rng_state()
+    measured_workers(Slow(), 4, lambda samples: torch.rand(len(samples)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_options_of_workers_fall_away_where_none_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_count, "_HANDOVER", 10.0)
     given = arguments(max_steps=1, num_workers="auto", prefetch_factor=4, persistent_workers=True)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from trainer_lib.data_loader.order.data_rng import RandomStream
 from trainer_lib.data_loader.readers.probe import samples_at
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.processes.numa_affinity import get_cpu_distributed_information
@@ -57,6 +58,7 @@ def _seconds_to_read(dataset: Any, batch_size: int, collate_fn: Callable[[list[A
         samples = samples_at(dataset, keys)
         if samples is None:
             return None
-        collate_fn(samples)
+        with RandomStream(0):  # it may draw, as masks for language models do
+            collate_fn(samples)
         times.append(time.perf_counter() - began)
     return min(times)
