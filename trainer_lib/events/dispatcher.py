@@ -188,9 +188,7 @@ def _is_of_its_class(callback: Callback, event: str) -> bool:
     """Whether a method was written in a class, not set on the callback or on the class later."""
     method = getattr(callback, event)
     written = getattr(method, "__module__", None), getattr(method, "__qualname__", None)
-    return event not in vars(callback) and any(
-        written == (base.__module__, f"{base.__qualname__}.{event}") for base in type(callback).__mro__
-    )
+    return any(written == (base.__module__, f"{base.__qualname__}.{event}") for base in type(callback).__mro__)
 
 
 def _check(callback: Any) -> None:
