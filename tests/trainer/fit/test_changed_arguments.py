@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from torch.nn.functional import cross_entropy
 from tests.trainer.tasks import arguments
 from tests.worlds import run_world
 from trainer_lib import (
+    Accelerator,
     AORecipeKwargs,
     ConfigurationError,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     ParallelismConfig,
     ParameterGroup,
@@ -431,6 +433,33 @@ def test_evaluations_check_arguments_too(call: str, name: str, value: Any, messa
     setattr(trainer.args, name, value)
     with pytest.raises(ConfigurationError, match=message):
         getattr(trainer, call)(rows(8))
+
+
+def test_each_change_of_groups_in_place_takes_effect() -> None:
+    trainer = made(Path(), parameter_groups=[ParameterGroup("head.bias", frozen=True)])
+    trainer.evaluate()
+    for pattern, count in (("blocks.0.*", 3), ("blocks.1.*", 5)):
+        cast("list[ParameterGroup]", trainer.args.parameter_groups).append(ParameterGroup(pattern, frozen=True))
+        trainer.evaluate()
+        assert sum(not parameter.requires_grad for parameter in trainer.unwrapped_model.parameters()) == count
+
+
+def test_callbacks_of_an_evaluation_see_arguments_that_were_set() -> None:
+    seen: list[int] = []
+    trainer = made(Path())
+    trainer.events.add(LambdaCallback(on_evaluate_end=lambda run, metrics: seen.append(run.args.seed)))
+    trainer.args = arguments(seed=7)
+    trainer.evaluate()
+    assert seen == [7]
+
+
+def test_the_loaders_of_a_given_accelerator_keep_its_options() -> None:
+    options = DataLoaderConfiguration(data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    trainer = Trainer(Network(), arguments(), eval_dataset=rows(), loss_fn=cross_entropy, accelerator=accelerator)
+    trainer.collate_fn, trainer.args.seed = Columns("labels"), 7
+    trainer.evaluate()
+    assert accelerator.dataloader_config is options
 
 
 def test_an_argument_that_a_callback_changes_during_a_fit_does_not_end_it() -> None:
