@@ -16,7 +16,9 @@ PROGRAM = """
     from trainer_lib.data_loader import prepare_data_loader
     {before}
     loader = DataLoader(Server(), num_workers=1, collate_fn=list, multiprocessing_context={context!r})
-    print(list(prepare_data_loader(loader, num_processes=1)), multiprocessing.get_start_method(allow_none=True))
+    prepared = prepare_data_loader(loader, num_processes=1)
+    method = multiprocessing.get_start_method(allow_none=True)
+    print(list(prepared), method)
 """
 
 
@@ -34,6 +36,7 @@ class Server(Dataset[bool]):
     ("before", "context", "printed"),
     [
         ("", "forkserver", "[[True]] None"),
+        ("", None, "[[True]] None"),
         ("multiprocessing.set_start_method('forkserver')", None, "[[True]] forkserver"),
         ("multiprocessing.set_forkserver_preload(['json'])", "forkserver", "[[False]] None"),
     ],

@@ -17,10 +17,9 @@ def preload(modules: list[str], context: Any = None) -> None:
         modules: The modules. A list that the script has set stays.
         context: The context that starts the processes; `None` is Python's default one.
     """
-    # Asking for the default would set it, and the script may still choose another.
-    method = (context or multiprocessing).get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[
-        0
-    ]
+    default = multiprocessing.get_all_start_methods()[0]
+    # To ask for it would set it, and the script may still choose another.
+    method = (context or multiprocessing).get_start_method(allow_none=True) or default
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage]  # there is no public way to ask
     if method == "forkserver" and server._preload_modules == _BY_DEFAULT:
         forkserver.set_forkserver_preload([*_BY_DEFAULT, *modules])
