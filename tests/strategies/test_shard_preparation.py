@@ -50,6 +50,16 @@ def _with_state(accelerator: Accelerator) -> None:
     accelerator.prepare(network, optimizer)
 
 
+def _with_loaded_state(accelerator: Accelerator) -> None:
+    network = nn.Linear(2, 2)
+    stepped = torch.optim.Adagrad(network.parameters())
+    network(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    optimizer = torch.optim.Adagrad(network.parameters())
+    optimizer.load_state_dict(stepped.state_dict())
+    accelerator.prepare(network, optimizer)
+
+
 def _mixed(accelerator: Accelerator) -> None:
     network = stack()
     accelerator.prepare(network, torch.optim.Adafactor(network.parameters(), foreach=True))
@@ -141,6 +151,7 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
         "PreparationError: scale is on the meta device, and with sync_module_states=False",
     ),
     (_with_state, {}, "PreparationError: This SGD has a state for whole weights (it has stepped,"),
+    (_with_loaded_state, {}, "PreparationError: This Adagrad has a state for whole weights (it has stepped,"),
     (
         _mixed,
         {"ignored_modules": "last"},
@@ -496,6 +507,27 @@ def _forgotten() -> bool:
 
 def test_weights_without_references_are_let_go() -> None:
     assert run_world(_forgotten, (), 2, timeout=60) == [True, True]
+
+
+def _losses_of_adagrad(accelerator: Accelerator) -> list[float]:
+    """Adagrad's constructor makes a state for each weight, before the model is sharded."""
+    network = stack()
+    optimizer = torch.optim.Adagrad(network.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    assert {name.shape for name in optimizer.state} == {weight.shape for weight in network.parameters()}
+    losses: list[float] = []
+    for _ in range(3):
+        loss = network(toy.data()[0]).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_an_optimizer_whose_constructor_makes_a_state_trains_shards() -> None:
+    expected = _losses_of_adagrad(Accelerator(cpu=True))
+    assert run_world(lambda: _losses_of_adagrad(_sharding()), (), 2) == [pytest.approx(expected, rel=1e-6)] * 2
 
 
 @pytest.mark.slow

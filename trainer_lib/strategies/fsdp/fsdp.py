@@ -103,17 +103,30 @@ class FSDP(Strategy):
         takes_any = update_shards(optimizer)
         for settings in optimizer.param_groups:
             parameters: list[Tensor] = settings["params"]
-            if any(optimizer.state.get(parameter) for parameter in parameters if parameter in self._replacements):
-                raise PreparationError(
-                    f"This {type(optimizer).__name__} has a state for whole weights (it has stepped, or its state was "
-                    "loaded), and its model is sharded now. Create a new one after prepare(model)."
-                )
+            self._shard_initial_states(optimizer, parameters)
             # In place: some optimizers hold a second reference to the list.
             parameters[:] = self.current_parameters(parameters)
             if not takes_any:
                 self._refuse_mixed(optimizer, settings)
         self._after_step()
         self._refuse_for_whole_weights(optimizer)
+
+    def _shard_initial_states(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Move the states that the optimizer's constructor made for whole weights (Adagrad's sums) to their shards."""
+        for whole in parameters:
+            state: dict[str, Any] | None = optimizer.state.get(whole)
+            if not state or whole not in self._replacements:
+                continue
+            if not _is_initial(state):
+                raise PreparationError(
+                    f"This {type(optimizer).__name__} has a state for whole weights (it has stepped, or its state was "
+                    "loaded), and its model is sharded now. Create a new one after prepare(model)."
+                )
+            shard = self._replacements[whole]
+            optimizer.state[shard] = {
+                name: value if name == "step" else torch.full_like(shard, value.flatten()[0].item())
+                for name, value in optimizer.state.pop(whole).items()
+            }
 
     def current_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the shards of weights from before sharding, and of those that a forward has left whole."""
@@ -317,3 +330,10 @@ def _no_local_training(method: str) -> UnsupportedError:
         f"LocalSGD needs a whole model on each rank, and {method} shards it. Leave one of them out, or give LocalSGD "
         "enabled=False."
     )
+
+
+def _is_initial(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state of one weight is from its constructor: no step, and the same number everywhere."""
+    values = [value for name, value in state.items() if name != "step"]
+    are_tensors = all(isinstance(value, Tensor) and value.numel() for value in values)
+    return state.get("step") == 0 and are_tensors and all(bool((v == v.flatten()[0]).all()) for v in values)
