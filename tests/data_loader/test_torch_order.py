@@ -353,6 +353,25 @@ def test_a_resumed_loader_continues_in_the_same_order(kind: str) -> None:
         assert list(islice(_training(resumed), 16 - done)) == whole[done:]
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "workers that persist"])
+def test_skipping_the_batches_of_a_resumed_pass_changes_no_random_numbers(kind: str) -> None:
+    _seed(7)
+    saving = _training(_alone(ALL[kind](4)))
+    whole = list(islice(saving, 16))
+    saving.close()
+    _seed(7)
+    saving = _alone(ALL[kind](4))
+    training = _training(saving)
+    assert list(islice(training, 2)) == whole[:2]
+    state, generators = saving.state_dict(), _generators()
+    training.close()
+    resumed = _alone(ALL[kind](4))
+    resumed.load_state_dict(state)
+    _restore(generators)
+    rest = [(batch.tolist(), _drawn()) for batch in skip_first_batches(resumed, 2)]
+    assert [*rest, *islice(_training(resumed), 14 - len(rest))] == whole[2:]
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 def test_skipping_batches_leaves_the_rest_of_the_order(kind: str) -> None:
     _seed(7)

@@ -462,6 +462,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def starting_at(self, num_batches: int) -> "PreparedLoader":
         """Return a loader whose next pass skips `num_batches`; it shares the count of passes with this one."""
+        if self._progress.following.consumed:
+            self._reader.count_workers_as_living()  # the other loader resumes a pass that this one had begun
         other = object.__new__(type(self))
         skipping = {"_reader": self._reader.duplicate(), "_skip_batches": num_batches, "_skip_is_due": True}
         other.__dict__.update({**self.__dict__, **skipping})

@@ -198,6 +198,10 @@ class Reader(ABC):
         live_on = self.loader.persistent_workers and self.loader.__dict__.get("_iterator") is not None
         return not (live_on or self._had_workers)
 
+    def count_workers_as_living(self) -> None:
+        """Draw no seed for workers at the start of the next epoch, if they are persistent."""
+        self._had_workers = self.loader.persistent_workers
+
     def generator_states(self) -> list[Any]:
         """Return the states of the generators that the loader and its sampler hold."""
         return [] if self.low_memory else [state_of(generator) for generator in self._generators]
