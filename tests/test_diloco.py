@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.accelerator import toy
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, DiLoCo, LocalSGD
+from trainer_lib.launchers import run_forked
 
 UPDATES = 8
 
@@ -59,6 +60,23 @@ def test_a_loop_resumes_within_a_round_bit_by_bit(tmp_path: Path) -> None:
         for update, values in own.items():
             assert all(map(torch.equal, values, expected_own[update]))
         assert all(map(torch.equal, weights, expected))
+
+
+def _load_outside(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
+    accelerator = Accelerator(cpu=True)
+    network = toy.model()
+    network, _ = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-2))
+    accelerator.register_for_checkpointing(LocalSGD(accelerator, network, 3))
+    accelerator.load_state(str(folder / "state"))
+    return caplog.text
+
+
+def test_a_load_outside_of_the_context_says_that_ranks_get_the_mean(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_world(_train, (tmp_path, LocalSGD, 5), 2)
+    main, _ = run_forked(lambda: _load_outside(tmp_path, caplog), (), 2)
+    assert "saved within LocalSGD or DiLoCo and is loaded outside: all ranks continue with the mean" in main
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ class LocalSGD:
     items of its rank. With one rank `LocalSGD` has no effect.
 
     A checkpoint of `save_state` inside the context holds the average of the weights, and those of each rank beside it;
-    the same number of ranks continues with its own. Register the object with `register_for_checkpointing` to save the
-    position in the round too.
+    the same number of ranks continues with its own if `load_state` is called inside the context too. Outside, all ranks
+    get the average, and the optimizer states and registered objects of rank 0. Register the object with
+    `register_for_checkpointing` to save the position in the round too.
 
     Args:
         accelerator: The `Accelerator`.

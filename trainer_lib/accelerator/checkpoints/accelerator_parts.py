@@ -193,8 +193,8 @@ class _Window:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         engine = self._engine
-        if engine.trains_locally and not self._is_other_world and "local" in state:
-            self._local.load_state_dict(state["local"])
+        if "local" in state and not self._is_other_world:
+            self._load_local(state["local"])
         engine.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
         window = send_to_device(state["window"], engine.device)
         engine.window.load_state_dict(window, engine.prepared.models, engine.prepared.optimizers)
@@ -211,6 +211,16 @@ class _Window:
         ):
             optimizer.load_round_state(round_)
             load_named_gradients(optimizer.optimizer, self._models, gradients)
+
+    def _load_local(self, state: Mapping[str, Any]) -> None:
+        if self._engine.trains_locally:
+            self._local.load_state_dict(state)
+            return
+        _logger.warning_once(
+            "The checkpoint was saved within LocalSGD or DiLoCo and is loaded outside: all ranks continue with the "
+            "mean of the weights and rank 0's optimizer states. To continue with each rank's own, call load_state "
+            "inside the context."
+        )
 
     def _was_unfinished(self, state: Mapping[str, Any]) -> bool:
         """Whether the save happened within an accumulation window; if so, warn."""
