@@ -1,9 +1,9 @@
 """The loop over a prepared loader: its end, its device, loops in loops, loops that are left."""
 
 import gc
-import pickle
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -163,12 +163,18 @@ def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
     assert first[0] != second[0]
 
 
-@pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_an_error_while_workers_start_names_no_samples() -> None:
-    loader = DataLoader(range(4), 2, num_workers=1, collate_fn=lambda rows: rows, multiprocessing_context="forkserver")  # type: ignore[arg-type]
-    with pytest.raises((pickle.PicklingError, AttributeError)) as raised:
-        read(prepare_data_loader(loader, num_processes=1))
-    assert not [note for note in getattr(raised.value, "__notes__", ()) if "samples" in note]
+    program = """
+        from torch.utils.data import DataLoader
+        from trainer_lib.data_loader import prepare_data_loader
+        loader = DataLoader(range(4), num_workers=1, collate_fn=lambda rows: rows, multiprocessing_context="spawn")
+        list(prepare_data_loader(loader, num_processes=1))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert "lambda" in ended.stderr
+    assert "In the batch of samples" not in ended.stderr
 
 
 class Drawing(Numbers):

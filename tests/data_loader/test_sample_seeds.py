@@ -1,6 +1,9 @@
 """Augmentations that depend on seed, epoch and sample only."""
 
 import random
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -90,9 +93,19 @@ def test_so_it_is_after_a_resume(num_workers: int) -> None:
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_generators_that_a_dataset_holds_reach_workers(context: str) -> None:
-    loader = DataLoader(OwnGenerators(), 4, num_workers=1, collate_fn=list, multiprocessing_context=context)
-    (there,), (here,) = worlds(loader, 1), worlds(DataLoader(OwnGenerators(), 4, collate_fn=list), 1)
-    assert list(there) == list(here)
+    program = f"""
+        from torch.utils.data import DataLoader
+        from tests.data_loader.test_sample_seeds import OwnGenerators
+        from trainer_lib.data_loader import prepare_data_loader
+        loaders = (
+            DataLoader(OwnGenerators(), 4, collate_fn=list),
+            DataLoader(OwnGenerators(), 4, collate_fn=list, num_workers=1, multiprocessing_context={context!r}),
+        )
+        here, there = (list(prepare_data_loader(loader, num_processes=1)) for loader in loaders)
+        assert len(here) == {SIZE // 4} and here == there
+    """
+    # In a process of its own: those that tests fork later could not use its fork server.
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=100)
 
 
 def test_generators_that_a_dataset_holds_are_seeded_too() -> None:

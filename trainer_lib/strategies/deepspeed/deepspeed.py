@@ -28,6 +28,7 @@ from trainer_lib.strategies.deepspeed.engine_config import engine_config, refuse
 from trainer_lib.strategies.deepspeed.engine_model import EngineModel
 from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 from trainer_lib.strategies.deepspeed.zero_shards import ZeroShards
+from trainer_lib.strategies.initial_states import is_initial
 from trainer_lib.strategies.single_device import NO_CONTEXT
 from trainer_lib.strategies.validate import check_has_whole_weights
 
@@ -336,9 +337,7 @@ def _check_pair(optimizer: ZeroOptimizer, models: Sequence[EngineModel], trained
 def _has_state(optimizer: Optimizer) -> bool:
     """Whether an optimizer has a state of steps; Adagrad is created with one of no step."""
     states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return any(float(state["step"]) for state in states if state)
-    return any(states)
+    return any(state and not is_initial(state) for state in states)
 
 
 def _keep_adagrad(engine: Any, optimizer: Optimizer) -> None:

@@ -22,6 +22,7 @@ from trainer_lib.strategies.clip_grad_norm import clamp_gradients, clip_norm, to
 from trainer_lib.strategies.fsdp import sharded_state
 from trainer_lib.strategies.fsdp.fully_shard import ShardedModel, Splitting
 from trainer_lib.strategies.fsdp.unbound_optimizers import refuse_unbound
+from trainer_lib.strategies.initial_states import is_initial
 from trainer_lib.strategies.shard_updates import update_shards
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class FSDP(Strategy):
             state: dict[str, Any] | None = optimizer.state.get(whole)
             if not state or whole not in self._replacements:
                 continue
-            if not _is_initial(state):
+            if not is_initial(state):
                 raise PreparationError(
                     f"This {type(optimizer).__name__} has a state for whole weights (it has stepped, or its state was "
                     "loaded), and its model is sharded now. Create a new one after prepare(model)."
@@ -330,10 +331,3 @@ def _no_local_training(method: str) -> UnsupportedError:
         f"LocalSGD needs a whole model on each rank, and {method} shards it. Leave one of them out, or give LocalSGD "
         "enabled=False."
     )
-
-
-def _is_initial(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state of one weight is from its constructor: no step, and the same number everywhere."""
-    values = [value for name, value in state.items() if name != "step"]
-    are_tensors = all(isinstance(value, Tensor) and value.numel() for value in values)
-    return state.get("step") == 0 and are_tensors and all(bool((v == v.flatten()[0]).all()) for v in values)
