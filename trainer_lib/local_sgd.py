@@ -203,7 +203,10 @@ class DiLoCo(LocalSGD):
         self.average()
         assert self._outer is not None
         for name, start in self._start.items():
-            start.grad = start - self._weights[name]
+            weight = self._weights[name]
+            # The momentum does not move a weight that is frozen, after the round in which it was.
+            if weight.requires_grad or not torch.equal(weight, start.to(weight.dtype)):
+                start.grad = start - weight
         self._outer.step()
         self._outer.zero_grad()
         for name, start in self._start.items():

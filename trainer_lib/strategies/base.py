@@ -203,7 +203,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def average_weights(self, model: nn.Module) -> None:
-        """Overwrite the weights with their mean over the ranks."""
+        """Overwrite the weights with their mean over the ranks, those frozen since the last mean included."""
 
     @contextmanager
     def averaged_weights(self, models: Sequence[nn.Module]) -> Generator[None]:

@@ -16,7 +16,7 @@ from trainer_lib.foundation.pytree import map_tensors
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import weight_dtype
-from trainer_lib.strategies.ddp.param_averaging import average
+from trainer_lib.strategies.ddp.param_averaging import average, trained_parameters
 from trainer_lib.strategies.fsdp.replicated_params import ReplicatedParameters
 from trainer_lib.strategies.validate import check_has_whole_weights
 
@@ -111,7 +111,7 @@ class XLA(Strategy):
 
     def average_weights(self, model: nn.Module) -> None:
         """Average trained parameters and running statistics."""
-        tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        tensors = trained_parameters(model, self._optimizers).values()
         average([*tensors, *(buffer for buffer in model.buffers() if buffer.is_floating_point())], self.group)
 
     # -- states --------------------------------------------------------------------------------------------------

@@ -238,6 +238,37 @@ def test_a_run_resumes_within_a_round_bit_by_bit(tmp_path: Path, ema: bool) -> N
     assert all(map(torch.equal, resumed[0][1][0], resumed[1][1][0]))  # both ranks end with the same weights
 
 
+def _freezing(outer: float | None, folder: str | None = None, stops_at: int | None = None) -> dict[int, list[Tensor]]:
+    options: dict[str, Any] = {"max_steps": 9, "ddp": DistributedDataParallelKwargs(find_unused_parameters=True)}
+    if folder is not None:
+        options |= {"output_dir": folder, "save_every": 1, "on_exception": "raise"}
+    callbacks = [Freeze("0.*", after="4 steps"), *([] if stops_at is None else [Dies(stops_at)])]
+    with contextlib.suppress(InterruptedError):
+        spy, _ = _run(callbacks, "auto" if folder else "never", outer_learning_rate=outer, **options)
+        return spy.own
+    return {}
+
+
+@pytest.mark.parametrize("outer", [None, 0.7])
+def test_weights_that_are_frozen_within_a_round_are_averaged_at_its_end(outer: float | None) -> None:
+    first, second = run_world(_freezing, (outer,), 2, timeout=120)
+    assert not torch.equal(first[5][0], second[5][0])  # each rank has its own until the round ends
+    for step in (6, 9):
+        assert all(map(torch.equal, first[step], second[step]))
+    assert all(map(torch.equal, first[6][:2], first[9][:2]))  # frozen: no outer momentum moves them
+    assert not torch.equal(first[6][2], first[9][2])
+
+
+def test_a_run_resumes_within_a_round_in_which_weights_were_frozen(tmp_path: Path) -> None:
+    whole = run_world(_freezing, (None,), 2, timeout=120)
+    folder = str(tmp_path)
+    run_world(_freezing, (None, folder, 5), 2, timeout=120)
+    for actual, expected in zip(run_world(_freezing, (None, folder), 2, timeout=120), whole, strict=True):
+        assert actual
+        for step, values in actual.items():
+            assert all(map(torch.equal, values, expected[step])), step
+
+
 def _with_statistics(folder: str, stops_at: int | None = None) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

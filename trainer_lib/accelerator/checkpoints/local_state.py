@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.strategies import Strategy
+from trainer_lib.strategies.ddp.param_averaging import trained_parameters
 
 
 def averaged_state(strategy: Strategy, model: nn.Module) -> dict[str, Any]:
@@ -38,7 +39,7 @@ class LocalState:
         objects = [each.state_dict() for each in prepared.custom_objects]  # on all ranks: they may communicate
         optimizers = [engine.strategy.optimizer_state(each.optimizer, prepared.models) for each in prepared.optimizers]
         return {
-            "weights": [_local_tensors(model) for model in engine.bare_models()],
+            "weights": [self._tensors(model) for model in engine.bare_models()],
             "optimizers": optimizers if engine.rank else [],
             "objects": objects if engine.rank else [],
             "scaler": {} if engine.precision.scaler is None else engine.precision.state_dict(),
@@ -59,11 +60,10 @@ class LocalState:
         if state["scaler"] and engine.precision.scaler is not None:
             engine.precision.load_state_dict(state["scaler"])
 
+    def _tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        trained = trained_parameters(model, (each.optimizer for each in self._engine.prepared.optimizers))
+        return {**{name: value.detach() for name, value in trained.items()}, **dict(model.named_buffers())}
+
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _local_tensors(model: nn.Module) -> dict[str, Tensor]:
-    trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
-    return {**trained, **dict(model.named_buffers())}

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from trainer_lib.foundation.compiler_import import compiler_defaults
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
@@ -23,7 +24,7 @@ from trainer_lib.strategies.clip_grad_norm import weight_dtype
 from trainer_lib.strategies.ddp.bucket_message import EXACT, DeviceMessage, HostMessage, Values
 from trainer_lib.strategies.ddp.comm_hooks import CommHook, averaged, new_hook
 from trainer_lib.strategies.ddp.join import Joining
-from trainer_lib.strategies.ddp.param_averaging import average, average_gradients
+from trainer_lib.strategies.ddp.param_averaging import average, average_gradients, trained_parameters
 from trainer_lib.strategies.single_device import NO_CONTEXT
 from trainer_lib.strategies.validate import check_has_whole_weights
 
@@ -41,6 +42,11 @@ class DDP(Strategy):
         self._sent: HostMessage | DeviceMessage | None = None  # the message that took the values along
         self._joining: Joining | None = None
         self._without_hook: list[DistributedDataParallel] = []
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+
+    def rebind_parameters(self, optimizer: Optimizer) -> None:
+        """Remember an optimizer: `average_weights` averages what it holds."""
+        self._optimizers.add(optimizer)
 
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Wrap the model in DDP, unless it has nothing to train."""
@@ -197,7 +203,7 @@ class DDP(Strategy):
 
     def average_weights(self, model: nn.Module) -> None:
         """Average trained parameters, and running statistics unless `broadcast_buffers` is off."""
-        tensors = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        tensors: list[Tensor] = [*trained_parameters(model, self._optimizers).values()]
         if self.options is None or self.options.broadcast_buffers:
             tensors += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         average(tensors, self.group)

@@ -1,9 +1,10 @@
 """Average parameters or gradients over ranks, many tensors in one all-reduce."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer_lib.process_group import ProcessGroup
 
@@ -20,6 +21,17 @@ def average(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
         sizes = [tensor.numel() for tensor in chosen]
         for tensor, mean in zip(chosen, flat.split(sizes), strict=True):
             tensor.copy_(mean.view(tensor.shape))
+
+
+def trained_parameters(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients or that an optimizer holds, by name.
+
+    A parameter that is frozen within a round of local SGD differs between the ranks, and still needs the mean.
+    """
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    named = model.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad or id(parameter) in held}
 
 
 @torch.no_grad()
