@@ -79,14 +79,6 @@ class AccumulationSchedule(Modifier):
         del folder
         self._run = run
 
-    def on_load_end(self, run: Run, folder: Path) -> None:
-        del folder
-        state, batches = run.state, _batches(run)
-        if batches is not None and state.max_epochs is not None:
-            done = self.updates(batches, state.epoch) + state.steps_in_epoch
-            steps = state.step + self.updates(batches, state.max_epochs) - done
-            state.max_steps = steps if run.args.max_steps is None else min(steps, run.args.max_steps)
-
     def state_dict(self) -> dict[str, Any]:
         return {"steps": {str(epoch): count for epoch, count in self.steps.items()}}
 

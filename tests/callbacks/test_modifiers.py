@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, one_hot
 
 from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, resumed, trained, weights
-from tests.trainer.tasks import network, points, trainer
+from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import (
@@ -409,6 +409,37 @@ def test_updates_of_more_batches_in_later_passes() -> None:
 
     for actual in run_world(two, (), 2, timeout=60):
         assert_close(actual, by_hand)
+
+
+@pytest.mark.parametrize(("steps", "batch", "behind"), [({0: 4, 1: 1}, 8, 4), ({0: 4, 1: 1}, 2, 16), ({1: 2}, 8, 6)])
+def test_a_schedule_after_a_resume_with_another_batch_size(
+    tmp_path: Path, steps: dict[int, int], batch: int, behind: int
+) -> None:
+    """The rest of the run has the learning rates of a whole run with that batch size."""
+
+    def rates(size: int, folder: Path | None, stops_at: int | None = None) -> list[float]:
+        class Stops(Callback):
+            def on_step_end(self, run: Run) -> None:
+                run.control.stop = run.state.step == stops_at
+
+        result = trainer(
+            arguments(
+                per_device_train_batch_size=size,
+                num_train_epochs=4,
+                lr_scheduler="linear",
+                log_every=1,
+                output_dir=folder,
+                save_every="never" if folder is None else 1,
+            ),
+            train_dataset=points(48),
+            callbacks=[AccumulationSchedule(steps), Stops()],
+        ).fit("extend" if folder and not stops_at else "never")
+        return [entry["learning_rate"] for entry in result.history if "learning_rate" in entry]
+
+    before = rates(4, tmp_path, stops_at=3 + 5 if 0 in steps else 12 + 1)
+    resumed = rates(batch, tmp_path)
+    assert resumed[: len(before)] == before
+    assert resumed[len(before) :] == pytest.approx(rates(batch, None)[behind:])
 
 
 def test_the_best_weights_after_updates_of_more_batches(tmp_path: Path) -> None:

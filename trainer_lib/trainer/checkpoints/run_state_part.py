@@ -31,6 +31,7 @@ class RunStatePart:
 
     Attributes:
         loaded: The state of the run in the checkpoint that was loaded last; empty before.
+        loaded_position: The updates in that checkpoint's epochs so far, in its own number of samples per update.
         is_run_state: Tells a load that checkpoints of Hugging Face's Trainer have a state for this object.
     """
 
@@ -41,6 +42,7 @@ class RunStatePart:
     ) -> None:
         self._context, self._owed, self._evaluations, self._parts = context, owed, evaluations, parts
         self.loaded: Mapping[str, Any] = {}
+        self.loaded_position = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
@@ -49,6 +51,7 @@ class RunStatePart:
             "run": context.run.state.state_dict(),
             "callbacks": context.events.state_dict(),
             "averages": context.means.state_dict(),
+            "updates_of_past_epochs": context.updates_in(context.run.state.epoch),
             **{name: part.state_dict() for name, part in self._parts.items()},
             "owed": owed,
             "requests": context.run.control.state_dict(),
@@ -59,6 +62,8 @@ class RunStatePart:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the states; checkpoints of earlier versions lack some."""
         context, self.loaded = self._context, state["run"]
+        of_epochs = self.loaded["epoch"] * (self.loaded["steps_per_epoch"] or 0)
+        self.loaded_position = (state.get("updates_of_past_epochs") or of_epochs) + self.loaded["steps_in_epoch"]
         context.run.state.load_state_dict(state["run"])
         context.events.load_state_dict(state["callbacks"])
         context.means.load_state_dict(state["averages"])

@@ -1,5 +1,6 @@
 """What the parts of a fit share; each part owns its own state besides."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ from torch import nn
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
+from trainer_lib.events.callback import UpdatePlan
+from trainer_lib.foundation.lengths import length_of
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import RunFolder
@@ -29,6 +32,7 @@ class FitContext:
         loss: The loss of a batch.
         evaluation: What is evaluated.
         folder: The run's folder; `None`: nothing is written.
+        update_plan: The number of batches per update, by epoch; `None`: the same in all epochs.
         schedule_length: The steps that schedules are made for; `None`: not known.
         in_sandbox: Whether a tool, such as the learning-rate finder, trains.
     """
@@ -42,6 +46,7 @@ class FitContext:
     loss: BatchLoss
     evaluation: EvaluationPlan
     folder: RunFolder | None
+    update_plan: UpdatePlan | None
     schedule_length: int | None
     in_sandbox: bool
 
@@ -49,6 +54,13 @@ class FitContext:
     def models(self) -> Sequence[nn.Module]:
         """The prepared models."""
         return list(self.named_models.values())
+
+    def updates_in(self, epochs: float) -> int | None:
+        """Return the number of updates in the first `epochs` epochs; `None` if the length of the data is not known."""
+        batches, per_epoch = length_of(self.loader), self.run.state.steps_per_epoch
+        if self.update_plan is not None and batches is not None:
+            return self.update_plan.updates(batches, epochs)
+        return None if per_epoch is None else math.ceil(epochs * per_epoch - 1e-9)
 
     @property
     def has_own_step(self) -> bool:

@@ -79,6 +79,7 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
         loss=trainer.parts.loss,
         evaluation=trainer.parts.evaluation,
         folder=folder,
+        update_plan=plan,
         schedule_length=schedule_length,
         in_sandbox=trainer.parts.in_sandbox,
     )
