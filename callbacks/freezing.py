@@ -1,5 +1,6 @@
 """Freezing weights for part of a run, and gradual unfreezing."""
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -50,18 +51,18 @@ class Freeze(Modifier):
 
     def on_fit_begin(self, run: Run) -> None:
         _check_replicas(run, type(self).__name__)
-        names = run.parameters
-        self._weights = [
-            list(dict.fromkeys(names[name] for name in matching(names, part.patterns, type(self).__name__)))
-            for part in self._parts
-        ]
+        named = run.parameters
+        all_names = _of_all_parts(run, named)
+        matches = [matching(all_names, part.patterns, type(self).__name__) for part in self._parts]
+        self._weights = [list(dict.fromkeys(named[name] for name in names if name in named)) for names in matches]
         self._check(run)
         for part in self._parts:
             for trigger in (part.begins, part.ends):
                 if trigger is not None:
                     trigger.begin(run.state)
         self._apply(run)
-        if not any(weight.requires_grad for weight in run.trained_parameters):
+        trained = {id(weight) for weight in run.trained_parameters if weight.requires_grad}
+        if not _of_all_parts(run, [name for name, weight in named.items() if id(weight) in trained]):
             raise ConfigurationError(
                 f"{type(self).__name__} freezes all trained weights, so nothing is left to train. Leave some weights "
                 "unfrozen, such as the head."
@@ -82,7 +83,7 @@ class Freeze(Modifier):
         for part, weights in zip(self._parts, self._weights, strict=True):
             has_begun = part.begins is None or part.begins.is_reached(run.state)
             trains = not has_begun or (part.ends is not None and part.ends.is_reached(run.state))
-            if weights[0].requires_grad is trains:
+            if not weights or weights[0].requires_grad is trains:  # none: of another stage of a pipeline
                 continue
             for weight in weights:
                 weight.requires_grad_(trains)
@@ -144,8 +145,13 @@ class GradualUnfreezing(Freeze):
         self._weights = []
 
     def on_fit_begin(self, run: Run) -> None:
-        matching(run.parameters, self._first, "GradualUnfreezing")
+        matching(_of_all_parts(run, run.parameters), self._first, "GradualUnfreezing")
         super().on_fit_begin(run)
+
+
+def _of_all_parts(run: Run, names: Iterable[str]) -> list[str]:
+    """Return the names of all stages of a pipeline, or those given. All ranks call it."""
+    return sorted(run.accelerator.strategy.names_of_all_parts(names))
 
 
 def _checked(patterns: tuple[Any, ...], callback: str) -> tuple[str, ...]:

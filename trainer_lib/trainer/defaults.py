@@ -114,13 +114,18 @@ def _optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -
 
 
 def _made_optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | None) -> Optimizer:
-    from trainer_lib.trainer.optim.parameter_groups import group_parameters
+    from trainer_lib.trainer.optim.parameter_groups import group_parameters, groups_of_part, named_alike
 
     assert model is not None  # what is to be made has a model
     args = trainer.args
-    groups = group_parameters(model, args.weight_decay, args.parameter_groups)
+    # A rank of a pipeline holds some layers: patterns match the names of all, and the ranks have the same groups.
+    whole = trainer.accelerator.strategy.whole_shapes(model)
+    source = model if named_alike(model, whole) else whole
+    groups = group_parameters(source, args.weight_decay, args.parameter_groups)
     if args.optimizer.lower() in OPTIMIZERS and given is None:
-        groups = split_hidden_matrices(model, groups)
+        groups = split_hidden_matrices(source, groups)
+    if source is whole:
+        groups = groups_of_part(groups, whole, model)
     if given is not None and not (isinstance(given, type) and issubclass(given, Optimizer)):
         made = given([parameter for group in groups for parameter in group["params"]])
         if not isinstance(made, Optimizer):

@@ -5,6 +5,7 @@ requests of a callback on one rank, loss weights of rows with unlike numbers of 
 evaluation whose last batch is short, and what `gather_for_metrics` returns.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,17 @@ from torch.utils.data import DataLoader
 from tests.strategies.split import LENGTH, PLAIN, VOCABULARY, WITH_VOCABULARY, Plain, data, model_of
 from tests.trainer.fit.meshes import MESHES, replicas_of
 from tests.worlds import run_world
-from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
-from trainer_lib.callbacks import EMA
+from trainer_lib import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    ParallelismConfig,
+    ParameterGroup,
+    Trainer,
+    TrainingArguments,
+)
+from trainer_lib.callbacks import EMA, Freeze
 from trainer_lib.events import Callback, Run
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.utils import TorchTensorParallelConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
@@ -110,6 +119,63 @@ def test_guard_requests_weights_counts_and_evaluation(mesh: str, tmp_path: Path)
         assert actual[3] == notes
         if rank == 0:
             torch.testing.assert_close(actual[4], weights, rtol=1e-5, atol=1e-6)
+
+
+def train_groups(mesh: str, folder: Path, steps: int) -> Any:
+    sizes: dict[str, Any] = MESHES[mesh][1]
+    groups = [
+        ParameterGroup("embed.*", weight_decay=0.3),
+        ParameterGroup("blocks.0.*", learning_rate=0.002),
+        ParameterGroup("blocks.1.up.*", frozen=True),
+        ParameterGroup("head.*", learning_rate=0.03),
+    ]
+    args = TrainingArguments(
+        max_steps=steps, schedule_steps=6, learning_rate=0.01, weight_decay=0.1, use_cpu=True, progress_bar=False,
+        log_every=1, per_device_train_batch_size=4, seed=3, output_dir=folder, save_every=3, parameter_groups=groups,
+        parallelism=ParallelismConfig(**sizes) if sizes else None,
+    )  # fmt: skip
+    result = Trainer(model_of(Plain), args, train_dataset=data(20)).fit("extend")
+    return [
+        {name: value for name, value in entry.items() if name.startswith(("loss", "grad_norm", "learning_rate"))}
+        for entry in result.history
+        if "loss" in entry
+    ]
+
+
+def test_parameter_groups_of_single_stages_of_a_pipeline(tmp_path: Path) -> None:
+    """Each group has parameters on one of the two ranks; a run resumes on the other mesh."""
+    (expected,) = run_world(train_groups, ("one", tmp_path / "one", 6), 1)
+    assert len(expected) == 6
+    for first, second in (("pp2", "pp2"), ("pp2", "one"), ("one", "pp2")):
+        folder = tmp_path / f"{first} {second}"
+        run_world(train_groups, (first, folder, 3), MESHES[first][0], timeout=120)
+        for actual in run_world(train_groups, (second, folder, 6), MESHES[second][0], timeout=120):
+            assert actual == [pytest.approx(entry, rel=2e-5) for entry in expected]
+
+
+def train_frozen(mesh: str, names: tuple[str, ...], **when: str) -> Any:
+    sizes: dict[str, Any] = MESHES[mesh][1]
+    args = TrainingArguments(
+        max_steps=5, learning_rate=0.01, use_cpu=True, progress_bar=False, log_every=1, per_device_train_batch_size=4,
+        parallelism=ParallelismConfig(**sizes) if sizes else None,
+        ddp=None if sizes else DistributedDataParallelKwargs(find_unused_parameters=True),
+    )  # fmt: skip
+    trainer = Trainer(model_of(Plain), args, train_dataset=data(20), callbacks=[Freeze(*names, **when)])
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.fit().history if "loss" in entry]
+
+
+@pytest.mark.parametrize("whole_stage", [False, True])
+def test_weights_of_one_stage_of_a_pipeline_are_frozen_for_a_time(whole_stage: bool) -> None:
+    names = ("blocks.1.*", "norm.*", "head.*") if whole_stage else ("blocks.0.*",)
+    train = partial(train_frozen, names=names, until="2 steps")
+    (expected,) = run_world(train, ("one",), 1)
+    for actual in run_world(train, ("pp2",), 2, timeout=120):
+        assert actual == [pytest.approx(entry, rel=2e-5) for entry in expected]
+
+
+def test_a_pipeline_cannot_be_frozen_whole() -> None:
+    with pytest.raises(ProcessFailedError, match="freezes all trained weights"):
+        run_world(partial(train_frozen, names=("*",), until="2 steps"), ("pp2",), 2, timeout=120)
 
 
 def overflows(mesh: str) -> Any:

@@ -126,6 +126,28 @@ def group_parameters(
     return [part for group, parameters in members.items() for part in _parts(group, parameters, weight_decay)]
 
 
+def named_alike(model: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models are the same object, or have parameters of the same names."""
+    return model is other or _names(model).keys() == _names(other).keys()
+
+
+def groups_of_part(groups: Sequence[dict[str, Any]], whole: nn.Module, part: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of a whole model with the parameters that a part of it holds; some may have none.
+
+    Args:
+        groups: The groups of the whole model.
+        whole: The whole model.
+        part: The part, with the whole model's names.
+    """
+    names = _names(whole)
+    held = {names[name]: parameter for name, parameter in _names(part).items()}
+    return [{**group, "params": [held[each] for each in group["params"] if each in held]} for group in groups]
+
+
+def _names(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+
+
 def freeze(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[nn.Parameter]:
     """Freeze the parameters of frozen groups, and return those that were not frozen before."""
     frozen: list[nn.Parameter] = []

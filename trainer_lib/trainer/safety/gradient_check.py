@@ -31,7 +31,10 @@ class GradientCheck:
         accelerator = self._run.accelerator
         if not has_stepped and accelerator.strategy.withholds_gradients():
             accelerator.unscale_gradients()  # which puts them where they are looked for
-        has_gradients = any(parameter.grad is not None for parameter in self._run.trained_parameters)
+        trained = self._run.trained_parameters
+        has_gradients = any(parameter.grad is not None for parameter in trained)
+        if not any(parameter.requires_grad for parameter in trained):
+            has_gradients = True  # a stage of a pipeline whose weights are all frozen: the loss depends on other stages
         self.is_done: bool = has_stepped or has_gradients
         if not has_stepped:
             check_all_used(self._models)
