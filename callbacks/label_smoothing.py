@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.batch_fields import as_mapping, split
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 
 class LabelSmoothing(Modifier):
@@ -34,6 +34,12 @@ class LabelSmoothing(Modifier):
         self._ignored = -100
 
     def on_fit_begin(self, run: Run) -> None:
+        if run.accelerator.sequence_split.ranks is not None:
+            raise UnsupportedError(
+                "LabelSmoothing compares the outputs with the targets of whole sequences, and with cp_size or sp_size "
+                "each rank has the outputs of a part. Set them to 1, or smooth the loss in compute_loss, which gets "
+                "the part."
+            )
         loss_fn = run.trainer.loss_fn
         if loss_fn is None:
             return

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tests.trainer.fit.meshes import OF_SEQUENCES
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
+from trainer_lib.callbacks import LabelSmoothing
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
@@ -320,6 +321,19 @@ def test_models_of_transformers_that_need_whole_sequences_are_refused() -> None:
     assert "Set attn_implementation='sdpa'" in eager
     assert "LlamaForCausalLM has layers of chunked_attention" in chunked
     assert "no dropout of attention weights (got 0.1)" in dropout
+
+
+def test_label_smoothing_needs_whole_sequences() -> None:
+    def body() -> str:
+        args = TrainingArguments(
+            max_steps=1, use_cpu=True, progress_bar=False, parallelism=ParallelismConfig(cp_size=2)
+        )
+        with pytest.raises(UnsupportedError) as error:
+            Trainer(args=args, callbacks=[LabelSmoothing(0.1)], **plain()).fit()
+        return str(error.value)
+
+    for message in run_world(body):
+        assert "LabelSmoothing compares the outputs with the targets of whole sequences" in message
 
 
 def test_heads_that_cannot_be_shared_out_are_an_error_before_anything_is_built() -> None:
