@@ -245,7 +245,7 @@ class NonFiniteGuard:
         """Raise, or note that an update is skipped; weights and buffers are as before it.
 
         Args:
-            what: What is not finite.
+            what: The value with NaN or Inf, for the message.
             step: The step in the history; `None` is the one that the update would have made.
         """
         state = self._run.state
