@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,17 +164,25 @@ def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
     assert first[0] != second[0]
 
 
-def test_an_error_while_workers_start_names_no_samples() -> None:
-    program = """
-        from torch.utils.data import DataLoader
-        from trainer_lib.data_loader import prepare_data_loader
-        loader = DataLoader(range(4), num_workers=1, collate_fn=lambda rows: rows, multiprocessing_context="spawn")
-        list(prepare_data_loader(loader, num_processes=1))
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=100
+@pytest.mark.parametrize("collate", ["lambda rows: rows", "list"])
+@pytest.mark.parametrize(("context", "is_told"), [("forkserver", True), ("fork", False)])
+def test_an_error_while_workers_start_says_what_they_need(
+    collate: str, context: str, is_told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(f"""
+            import multiprocessing
+            from torch.utils.data import DataLoader
+            from trainer_lib.data_loader import prepare_data_loader
+            multiprocessing.set_start_method("{context}", force=True)
+            list(prepare_data_loader(DataLoader(range(4), num_workers=1, collate_fn={collate}), num_processes=1))
+        """)
     )
-    assert "lambda" in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert ended.returncode == (1 if is_told else 0)
+    assert ('Put what the script does under `if __name__ == "__main__":`' in ended.stderr) == is_told
     assert "In the batch of samples" not in ended.stderr
 
 

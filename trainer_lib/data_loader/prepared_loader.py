@@ -13,7 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_lib.collectives.agreement import broadcast_noticed
-from trainer_lib.data_loader.bad_samples.error_notes import add_notes, dead_workers, is_from_start, iterator_in
+from trainer_lib.data_loader.bad_samples.error_notes import (
+    add_note_on_start,
+    add_notes,
+    dead_workers,
+    is_from_start,
+    iterator_in,
+)
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
 from trainer_lib.data_loader.build_reader import RankSplit
 from trainer_lib.data_loader.order.batch_sampler_shard import get_sampler
@@ -307,7 +313,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def _explain(self, error: Exception) -> None:
         """Add notes to an error about the samples that were being read."""
         try:
-            if not (self.name_dead_workers(error) or isinstance(error, TrainerLibError) or is_from_start(error)):
+            if is_from_start(error):
+                add_note_on_start(error, self._reader.loader.multiprocessing_context)
+            elif not self.name_dead_workers(error) and not isinstance(error, TrainerLibError):
                 add_notes(error, self._samples_ahead, self._reader.read_by, self._reader.read_ahead)
         except Exception:  # noqa: BLE001 - the sampler itself may raise
             return

@@ -9,6 +9,11 @@ from typing import Any
 _SHOWN = 32
 _UNTIL_IT_ENDED = 1.0  # seconds that a worker may take to end once its connection broke off
 _FROM_WORKER = r"in DataLoader worker process (\d+)\."
+_NO_FORK = (
+    "Data workers are not forked from this process (the default from Python 3.14 on): they import the script, and "
+    'receive the dataset as a pickle. Put what the script does under `if __name__ == "__main__":`, and datasets and '
+    'functions at the top level of a module; or call multiprocessing.set_start_method("fork") first.'
+)
 _NOTE = r"(?m)^In (?:sample |one of the samples |the batch of samples ).*$"
 
 SamplesAhead = Callable[[int], list[Any] | None]
@@ -81,6 +86,19 @@ def named(samples: list[Any]) -> str:
     """
     more = ", …" if len(samples) > _SHOWN else ""
     return f"samples {', '.join(repr(sample) for sample in samples[:_SHOWN])}{more}"
+
+
+def add_note_on_start(error: BaseException, context: Any) -> None:
+    """Add a note to an error of the start of workers that are not forked.
+
+    Args:
+        error: The error.
+        context: The multiprocessing context of the loader; `None` is Python's default one.
+    """
+    import multiprocessing
+
+    if (context or multiprocessing).get_start_method() != "fork":
+        error.add_note(_NO_FORK)
 
 
 def _instances_in(error: BaseException) -> list[Any]:
