@@ -164,23 +164,24 @@ def test_in_the_middle_of_a_pass_generators_are_those_of_a_checkpoint() -> None:
     assert first[0] != second[0]
 
 
-@pytest.mark.parametrize("collate", ["lambda rows: rows", "list"])
+@pytest.mark.parametrize("collate", ["lambda rows: rows", "list", "of_the_script"])
 @pytest.mark.parametrize(("context", "is_told"), [("forkserver", True), ("fork", False)])
 def test_an_error_while_workers_start_says_what_they_need(
     collate: str, context: str, is_told: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "script.py").write_text(
-        textwrap.dedent(f"""
-            import multiprocessing
-            from torch.utils.data import DataLoader
-            from trainer_lib.data_loader import prepare_data_loader
-            multiprocessing.set_start_method("{context}", force=True)
-            list(prepare_data_loader(DataLoader(range(4), num_workers=1, collate_fn={collate}), num_processes=1))
-        """)
-    )
-    ended = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=False, timeout=100
-    )
+    program = textwrap.dedent(f"""
+        import multiprocessing
+        from torch.utils.data import DataLoader
+        from trainer_lib.data_loader import prepare_data_loader
+        def of_the_script(rows):
+            return rows
+        multiprocessing.set_start_method("{context}", force=True)
+        list(prepare_data_loader(DataLoader(range(4), num_workers=1, collate_fn={collate}), num_processes=1))
+    """)
+    (tmp_path / "script.py").write_text(program)
+    # Without a file, as in a notebook, workers do not find what the script defines.
+    arguments = ["-c", program] if collate == "of_the_script" else [tmp_path / "script.py"]
+    ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=100)
     assert ended.returncode == (1 if is_told else 0)
     assert ('Put what the script does under `if __name__ == "__main__":`' in ended.stderr) == is_told
     assert "In the batch of samples" not in ended.stderr

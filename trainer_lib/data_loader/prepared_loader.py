@@ -313,9 +313,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def _explain(self, error: Exception) -> None:
         """Add notes to an error about the samples that were being read."""
         try:
+            are_named = self.name_dead_workers(error)
             if is_from_start(error):
                 add_note_on_start(error, self._reader.loader.multiprocessing_context)
-            elif not self.name_dead_workers(error) and not isinstance(error, TrainerLibError):
+            elif not are_named and not isinstance(error, TrainerLibError):
                 add_notes(error, self._samples_ahead, self._reader.read_by, self._reader.read_ahead)
         except Exception:  # noqa: BLE001 - the sampler itself may raise
             return

@@ -73,8 +73,13 @@ def iterator_in(error: BaseException) -> Any:
 
 
 def is_from_start(error: BaseException) -> bool:
-    """Whether torch's iterator raised the error while it started its workers, before they had samples to read."""
-    return any("_index_queues" in vars(each) and "_task_info" not in vars(each) for each in _instances_in(error))
+    """Whether torch's iterator could not start its workers, or one ended with an error before it sent a batch."""
+    iterators: list[Any] = [each for each in _instances_in(error) if "_index_queues" in vars(each)]
+    return any(
+        "_task_info" not in vars(iterator)
+        or (iterator._rcvd_idx == 0 and any(worker.exitcode == 1 for worker in iterator._workers))
+        for iterator in iterators
+    )
 
 
 def named(samples: list[Any]) -> str:

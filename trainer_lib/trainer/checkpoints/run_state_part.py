@@ -42,7 +42,7 @@ class RunStatePart:
     ) -> None:
         self._context, self._owed, self._evaluations, self._parts = context, owed, evaluations, parts
         self.loaded: Mapping[str, Any] = {}
-        self.loaded_position = 0
+        self.loaded_position: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
