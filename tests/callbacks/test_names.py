@@ -15,6 +15,7 @@ from trainer_lib import TrainingArguments
 from trainer_lib.events import constructor_names
 from trainer_lib.foundation import foreign_classes
 from trainer_lib.foundation.errors import SignatureError
+from trainer_lib.tracking.registry import option_names, tracker_class
 from trainer_lib.trainer.arguments.declaration import settings
 
 
@@ -67,7 +68,11 @@ def test_an_argument_of_another_library_is_answered_with_ours(kind: str, options
 
 def test_the_table_of_other_names_fits_the_constructors() -> None:
     for kind, names in constructor_names._INSTEAD.items():
-        known = inspect.signature(getattr(trainer_lib.callbacks, kind)).parameters
+        constructor = getattr(trainer_lib.callbacks, kind)
+        known = list(inspect.signature(constructor).parameters)
+        if issubclass(constructor, trainer_lib.callbacks.TrackerCallback):
+            known += inspect.signature(trainer_lib.callbacks.TrackerCallback).parameters
+            known += option_names(tracker_class(constructor.name)) or []
         assert not set(names) & set(known)
         for instead in names.values():
             ours = instead.partition("=")[0].partition(":")[0].split(" ")[0]

@@ -439,4 +439,4 @@ def test_options_without_effect_are_refused(
 @pytest.mark.parametrize("name", ["--tensor-parallel", "--pipeline-parallel", "--vocab-size"])
 def test_counts_are_at_least_one(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "target"), name, "0"]) == 2
-    assert "0 must be 1 or more" in capsys.readouterr().err
+    assert "a whole number of at least 1 (got '0')" in capsys.readouterr().err

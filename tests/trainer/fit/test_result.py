@@ -59,7 +59,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r"trainer-lib\[plot\]"):
+    with pytest.raises(ImportError, match=r"trainer_lib\[plot\]"):
         getattr(FitResult(state=RunState()), verb)()
 
 

@@ -155,7 +155,7 @@ def test_an_onnx_program_computes_the_same(tmp_path: Path) -> None:
 
 def test_without_onnx_it_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
-    with pytest.raises(MissingPackageError, match=r"onnx is not installed.*trainer-lib\[export\]"):
+    with pytest.raises(MissingPackageError, match=r"onnx is not installed.*trainer_lib\[export\]"):
         trained().export(tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_meant(hub: Hub) -> None:
 
 def test_without_its_client_it_is_told_what_to_install(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingPackageError, match=r"huggingface_hub is not installed.*trainer-lib\[hub\]"):
+    with pytest.raises(MissingPackageError, match=r"huggingface_hub is not installed.*trainer_lib\[hub\]"):
         trainer().push_to_hub("me/points")
     assert trainer().model_card(license="mit").startswith("---\nlibrary_name: trainer_lib\nlicense: mit\n")
 

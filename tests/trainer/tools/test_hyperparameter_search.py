@@ -249,5 +249,5 @@ def test_what_cannot_be_searched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigurationError, match="makes a new optimizer for each trial"):
         made(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).search(good)
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
-    with pytest.raises(MissingPackageError, match=r"optuna is not installed.*trainer-lib\[search\]"):
+    with pytest.raises(MissingPackageError, match=r"optuna is not installed.*trainer_lib\[search\]"):
         made().search(good)

@@ -132,7 +132,7 @@ def test_a_plot_shows_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.lines[0].get_xydata().tolist() == list(map(list, zip(rates, losses, strict=True)))
     assert len(axes.lines) == 3
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(MissingPackageError, match=r"trainer-lib\[plot\]"):
+    with pytest.raises(MissingPackageError, match=r"trainer_lib\[plot\]"):
         sweep.plot()
 
 

@@ -97,7 +97,7 @@ def test_what_ray_cannot_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigurationError, match=r"resources_per_trial=.'gpu': 1. is what a trial gets"):
         made.search(GOOD, resources_per_trial={"gpu": 1})
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackageError, match=r"ray\[tune\].*trainer-lib\[ray\]"):
+    with pytest.raises(MissingPackageError, match=r"ray\[tune\].*trainer_lib\[ray\]"):
         made.search(GOOD, backend="ray")
 
 

@@ -71,8 +71,8 @@ class PeftCheckpoints:
         if written and self._accelerator.strategy.gathers_to_rank_zero:
             raise _not_sharded(folder)
         for index, fingerprints in written.items():
-            model = self._accelerator.prepared.models[index]
-            _load(self._accelerator.strategy.bare(model), Path(folder), fingerprints, index)
+            model = self._accelerator.strategy.bare(self._accelerator.prepared.models[index])  # as in `models`
+            _load(model, Path(folder), fingerprints, index)
             models[:] = [other for other in models if other is not model]
         if not written and _has_adapters_alone(Path(folder)):
             self._load_adapters(models, Path(folder))
