@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from tests.launched import PYTHON_PATH
 from tests.trainer.safety.test_elastic_restarts import uninterrupted
 from tests.worlds import run_world
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
-from trainer_lib.processes.ports import free_port
+from trainer_lib.processes.ports import is_port_in_use
 
 PATIENCE = 120  # seconds
 
@@ -153,12 +154,18 @@ print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
 """
 
 
+def unused_port() -> int:
+    """Return a port that nobody listens on, and that the kernel gives to no connection of another test meanwhile."""
+    ports = (random.SystemRandom().randrange(20_000, 30_000) for _ in range(100))
+    return next(port for port in ports if not is_port_in_use(port))
+
+
 @pytest.mark.slow
 @pytest.mark.launch
 def test_each_launcher_says_why_it_starts_its_processes_again(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FAILS_ONCE)
     options = ["--cpu", "--num_machines=2", "--num_processes=2", "--max_restarts=1", "--rdzv_backend=c10d"]
-    meeting = ["--main_process_ip=127.0.0.1", f"--main_process_port={free_port()}"]
+    meeting = ["--main_process_ip=127.0.0.1", f"--main_process_port={unused_port()}"]
     launchers = [
         subprocess.Popen(
             [sys.executable, "-m", "trainer_lib", "launch", *options, *meeting, f"--machine_rank={rank}", "script.py"],
