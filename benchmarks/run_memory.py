@@ -141,6 +141,7 @@ def soak(steps: int, points: int = 40, callbacks: Sequence[Any] = ()) -> list[Ob
 
     def observe(run: Any) -> None:
         if run.state.step % (steps // points) == 0:
+            run.accelerator.wait_for_save()  # one that is under way holds some hundred objects
             gc.collect()
             observations.append(Observation(run.state.step, resident_memory(), len(gc.get_objects())))
 
