@@ -35,12 +35,13 @@ def die_with_starter(by_main_thread: bool) -> None:
     starter = multiprocessing.parent_process()
     if starter is None or starter.pid is None:
         return
-    if os.getppid() == starter.pid:
+    is_child = is_child_of_starter()
+    if is_child:
         if by_main_thread:
             die_with_parent(starter.pid, signal.SIGKILL)
     elif not _exists(starter.pid):  # if it exists, a fork server is the parent
         os.kill(os.getpid(), signal.SIGKILL)
-    if not by_main_thread or sys.platform != "linux" or os.getppid() != starter.pid:
+    if not by_main_thread or sys.platform != "linux" or not is_child:
         threading.Thread(target=_watch, args=(os.getppid(), starter.pid), name="parent", daemon=True).start()
 
 

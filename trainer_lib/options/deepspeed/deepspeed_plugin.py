@@ -337,11 +337,6 @@ class DeepSpeedPlugin(Options):
             self.zero3_init_flag = self.zero_stage == 3
         if self.zero_stage == 3:
             return
-        for name in ("fp16", "bf16"):
-            if (enabled := self.get_value(f"{name}.enabled")) not in (None, AUTO):
-                check_flag(f"{name}.enabled in the DeepSpeed config", enabled)
-        if self.get_value("fp16.enabled") is True and self.get_value("bf16.enabled") is True:
-            raise ConfigurationError("The DeepSpeed config enables both fp16 and bf16. Enable one of them.")
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):
             if getattr(self, name) is True:
                 self._notes.append(f"{name}=True has no effect with zero_stage={self.zero_stage}: it needs stage 3")
