@@ -1,9 +1,10 @@
 """The order of a prepared loader: the one that it has without being prepared, and that Accelerate gives it."""
 
 import json
+import math
 import random
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.data_loader.reference import Numbers, by_hand, flat, handed, read, re
 from tests.worlds import run_world
 from trainer_lib import PartialState, StateError
 from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
+from trainer_lib.data_loader.order.epoch_order import samplers_in
 from trainer_lib.launchers import run_forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
@@ -548,3 +550,91 @@ def test_two_processes_share_a_generators_order_as_with_accelerate(kind: str, ra
     expected = _epochs(prepare(LOADERS[kind](4), num_processes=2, process_index=rank), draws=False)
     ours = prepare_data_loader(LOADERS[kind](4), num_processes=2, process_index=rank)
     assert _epochs(ours, draws=False) == expected
+
+
+class Rotated(Sampler[Any]):
+    """A user's sampler of samples or batches whose order follows from the epoch, and is listed when it is iterated.
+
+    Args:
+        batch_size: The samples of a batch; `None`: samples.
+        reseeds: Whether the epoch seeds a generator that the order is drawn from.
+    """
+
+    def __init__(self, batch_size: int | None, reseeds: bool = False) -> None:
+        self.batch_size, self.drop_last, self.epoch = batch_size, False, 0
+        self.generator = torch.Generator() if reseeds else None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if self.generator is not None:
+            self.generator.manual_seed(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = [(index + self.epoch) % SIZE for index in range(SIZE)]
+        if self.generator is not None:
+            order = torch.randperm(SIZE, generator=self.generator).tolist()
+        size = self.batch_size
+        return iter(order if size is None else [order[first : first + size] for first in range(0, SIZE, size)])
+
+    def __len__(self) -> int:
+        return math.ceil(SIZE / (self.batch_size or 1))
+
+
+class Around:
+    """A batch sampler around another one."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler, self.batch_size, self.drop_last = batch_sampler, 4, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+WITH_EPOCHS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "samples": lambda reseeds: {"sampler": Rotated(None, reseeds), "batch_size": 4},
+    "single samples": lambda reseeds: {"sampler": Rotated(None, reseeds), "batch_size": None},
+    "batches": lambda reseeds: {"batch_sampler": Rotated(4, reseeds)},
+    "batches of samples": lambda reseeds: {"batch_sampler": BatchSampler(Rotated(None, reseeds), 4, drop_last=False)},
+    "batches around batches": lambda reseeds: {"batch_sampler": Around(Rotated(4, reseeds))},
+    "batches around samples": lambda reseeds: {
+        "batch_sampler": Around(BatchSampler(Rotated(None, reseeds), 4, drop_last=False))
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WITH_EPOCHS)
+@pytest.mark.parametrize("reseeds", [False, True])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_users_sampler_gets_the_epoch_before_it_is_iterated(kind: str, reseeds: bool, num_workers: int) -> None:
+    def plain() -> DataLoader[int]:
+        return DataLoader(Numbers(SIZE), num_workers=num_workers, **WITH_EPOCHS[kind](reseeds))
+
+    def prepared() -> Any:
+        return prepare_data_loader(plain(), num_processes=1)
+
+    def rows_of(batches: Iterable[Any]) -> list[int]:
+        return [row for batch in batches for row in torch.as_tensor(batch).reshape(-1).tolist()]
+
+    alone, expected = plain(), list[list[int]]()
+    samplers = samplers_in(alone.batch_sampler or alone.sampler)
+    (sampler,) = (sampler for sampler in samplers if type(sampler) is Rotated)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected.append(rows_of(alone))
+    assert expected[0] != expected[1] != expected[2]
+    loader, size, state = prepared(), 1 if kind == "single samples" else 4, None
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            rows = expected[epoch][number * size : (number + 1) * size]
+            assert rows_of([batch]) == rows
+            if "around" not in kind:
+                assert loader.sample_ids() == rows
+            if (epoch, number) == (1, 1):
+                state = loader.state_dict()
+    resumed = prepared()
+    resumed.load_state_dict(state)
+    for epoch, first in ((1, 2 * size), (2, 0)):
+        assert rows_of(resumed) == expected[epoch][first:]

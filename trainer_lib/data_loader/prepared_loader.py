@@ -112,6 +112,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._starting_place()
         self._synchronize_generators(place)
+        # Before a sampler is iterated, which may list its order then, and after which its generators may be others.
+        self._reader.set_epoch(place.epoch)
         place = replace(place, start=self._agreed_start(place.start))
         reading, ending = self._progress.begin(place, self._reader.bookmark_before), Ending()
         before = self.end_of_dataloader, self.others_read_on, self.remainder, self.rows

@@ -287,6 +287,24 @@ def announce_epoch(epoch: int, *listeners: Any) -> None:
             set_epoch(epoch)
 
 
+def samplers_in(source: Any) -> list[Any]:
+    """Return a sampler or batch sampler, and those that it names as its `sampler` and `batch_sampler`.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> [type(sampler).__name__ for sampler in samplers_in(BatchSampler(SequentialSampler(range(4)), 2, False))]
+        ['BatchSampler', 'SequentialSampler']
+    """
+    found: list[Any] = []
+    waiting = [source]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None)]
+    return found
+
+
 def _seeded_value(value: Any, seed: int, outer: tuple[Any, ...]) -> Any:
     if isinstance(value, torch.Generator):
         return torch.Generator().manual_seed(seed)

@@ -137,7 +137,6 @@ class IterableReader(Reader):
         """Return the batches from a position on."""
         keys = (self.rank,) if self._split_among > 1 else ()
         stream = self._begin(place, seed, keys, as_torch=not any(keys))
-        self.set_epoch(place.epoch)
         if self._group is None or not self.even_batches:
             return self._batches(place, seed, ending, stream)
         own = Ending()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, default_collate
 from trainer_lib.data_loader.bad_samples.guarded_dataset import GuardedCollate, GuardedSamples
 from trainer_lib.data_loader.bad_samples.sample_quarantine import MarkedKeys, Quarantine, with_row_counts
 from trainer_lib.data_loader.order.batch_sampler_shard import BatchSamplerShard
-from trainer_lib.data_loader.order.epoch_order import ComputedOrder, announce_epoch, with_samplers
+from trainer_lib.data_loader.order.epoch_order import ComputedOrder, announce_epoch, samplers_in, with_samplers
 from trainer_lib.data_loader.order.epoch_start import (
     EpochStart,
     EpochStream,
@@ -120,7 +120,6 @@ class MapReader(Reader):
         # Workers draw other numbers on each rank, and after a resume.
         keys = place.consumed, self.rank
         stream = self._begin(place, seed, keys, as_torch=not any(keys))
-        self.set_epoch(place.epoch)
         if self._loaded_samples:
             self._restore_sample_generators()
         if self._keys is not None:
@@ -185,7 +184,7 @@ class MapReader(Reader):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and the dataset."""
-        announce_epoch(epoch, self.attribute("dataset"), self._shard.batch_sampler, self._shard.sampler)
+        announce_epoch(epoch, self.attribute("dataset"), *samplers_in(self._shard.batch_sampler))
 
     def read_for_all(self) -> None:
         """Read the batches of all ranks, one after the other."""
