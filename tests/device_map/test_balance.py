@@ -31,10 +31,16 @@ def test_the_fullest_holds_as_little_as_possible(widths: tuple[int, ...], device
     assert loads[-1].used == 0  # nothing on the disk
 
 
+def test_the_last_keeps_its_limit_so_that_a_slightly_larger_model_stays_on_the_accelerators() -> None:
+    limits = get_balanced_memory(model_of((5, 5, 5, 5)), {0: 1000, 1: 1000, "cpu": 1000})
+    assert limits == {0: 40, 1: 1000, "cpu": 1000}
+    assert set(plan_device_map(model_of((5, 5, 5, 6)), limits).placement.values()) == {0, 1}
+
+
 def test_as_little_as_possible_on_the_first() -> None:
     model = model_of((5, 5, 5, 5))
-    assert get_balanced_memory(model, {0: 1000, 1: 1000, 2: 1000}, low_zero=True) == {0: 0, 1: 40, 2: 40}
-    assert get_balanced_memory(model, {0: 1000, 1: 20, 2: 25}, low_zero=True) == {0: 40, 1: 20, 2: 20}
+    assert get_balanced_memory(model, {0: 1000, 1: 1000, 2: 1000}, low_zero=True) == {0: 0, 1: 40, 2: 1000}
+    assert get_balanced_memory(model, {0: 1000, 1: 20, 2: 25}, low_zero=True) == {0: 40, 1: 20, 2: 25}
 
 
 def test_limits_below_the_size_of_the_model_stay() -> None:
@@ -43,7 +49,7 @@ def test_limits_below_the_size_of_the_model_stay() -> None:
 
 def test_limits_of_other_devices_and_unused_accelerators_stay() -> None:
     memory = {0: 100, 1: 0, 2: 100, "cpu": 50}
-    assert get_balanced_memory(model_of((5, 5)), memory) == {0: 20, 1: 0, 2: 20, "cpu": 50}
+    assert get_balanced_memory(model_of((5, 5)), memory) == {0: 20, 1: 0, 2: 100, "cpu": 50}
 
 
 def test_without_accelerators_all_free_memory_counts() -> None:

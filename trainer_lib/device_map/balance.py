@@ -24,7 +24,9 @@ def get_balanced_memory(
 ) -> dict[Device, int]:
     """Return limits for `infer_auto_device_map` with which the fullest accelerator holds as little as possible.
 
-    Limits that are too small for the model on the accelerators alone are returned as they are.
+    The last accelerator keeps its own limit, as in Accelerate: a map that needs a little more room than was computed
+    here (another `dtype`, other classes) uses it, instead of the host's memory. Limits that are too small for the model
+    on the accelerators alone are returned as they are.
 
     Args:
         model: The model, which may be on the meta device.
@@ -37,7 +39,7 @@ def get_balanced_memory(
     Example:
         >>> model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)))
         >>> get_balanced_memory(model, {0: 5000, 1: 5000})
-        {0: 880, 1: 880}
+        {0: 880, 1: 5000}
     """
     memory = {device: limit for device, limit in memory_limits(max_memory).items() if limit is not None}
     accelerators = [device for device in lists_accelerators(memory) if memory[device] > 0]
@@ -60,7 +62,10 @@ def get_balanced_memory(
     least = _least(
         units, max(limits.values()), lambda limit: kept | {device: min(limit, most) for device, most in limits.items()}
     )
-    return memory if least is None else memory | {device: min(least, most) for device, most in limits.items()}
+    if least is None:
+        return memory
+    # The last one keeps its limit: what needs more room than was computed goes there, instead of to the host.
+    return memory | {device: min(least, limits[device]) for device in accelerators[:-1]}
 
 
 def _least(units: list[Unit], most: int, memory: _Limits) -> int | None:
