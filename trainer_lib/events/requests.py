@@ -24,6 +24,7 @@ class Control:
         sets_due: The evaluation sets that are due on this rank, until they are evaluated.
         skip_batch: Whether to skip this rank's batch, if set in `on_micro_batch_begin`: the batch has weight 0, and
             still runs through the model without a trace, because other ranks wait for its part of the gradients.
+        pending_elsewhere: What `pending` returns on the other ranks, while a checkpoint is saved.
         leaves: Returns whether to stop the evaluation under way for an interruption, called for each batch; `None`:
             the evaluation cannot be stopped.
 
@@ -45,6 +46,7 @@ class Control:
         "_sent",
         "interruption",
         "leaves",
+        "pending_elsewhere",
         "reason",
         "save_reasons",
         "sets_due",
@@ -55,6 +57,7 @@ class Control:
         self._asked: set[str] = set()  # requested on this rank
         self._sent: set[str] = set()  # being sent to the other ranks
         self._agreed: set[str] = set()  # known to all ranks
+        self.pending_elsewhere: dict[str, str | None] = {}
         self.reason: str | None = None
         self.save_reasons: set[str] = set()
         self.interruption: Interruption | None = None
@@ -115,10 +118,15 @@ class Control:
         """Make a request on this rank; only the loop requests "flush", the report of a written checkpoint."""
         self._asked.add(name)
 
-    def state_dict(self) -> dict[str, str | None]:
-        """Return the requests of callbacks on this rank that are not known to all ranks yet; a stop with its reason."""
+    @property
+    def pending(self) -> dict[str, str | None]:
+        """The requests of callbacks on this rank that are not known to all ranks yet; a stop with its reason."""
         pending = self._asked | self._sent
         return {name: self.reason if name == "stop" else None for name in self.NAMES if name in pending}
+
+    def state_dict(self) -> dict[str, str | None]:
+        """Return the requests of callbacks that are not known to all ranks yet, for a checkpoint."""
+        return self.pending_elsewhere | self.pending
 
     def load_state_dict(self, state: Mapping[str, str | None]) -> None:
         """Make the requests that `state_dict` returned."""

@@ -240,22 +240,23 @@ def test_a_save_requested_after_the_last_step_survives_an_interrupted_evaluation
 
 
 class Evaluates(Callback):
-    """Asks for an evaluation at the end of step 2, and notes where evaluations come."""
+    """Asks for an evaluation at the end of step 2 on one rank, and notes where evaluations come."""
 
-    def __init__(self) -> None:
-        self.evaluated = list[int]()
+    def __init__(self, rank: int) -> None:
+        self.rank, self.evaluated = rank, list[int]()
 
     def on_step_end(self, run: Run) -> None:
-        if run.state.step == 2:
+        if run.state.step == 2 and run.accelerator.process_index == self.rank:
             run.control.evaluate = True
 
     def on_evaluate_end(self, run: Run, metrics: Any) -> None:
         self.evaluated.append(run.state.step)
 
 
-def test_a_request_that_waits_for_the_next_update_survives_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_that_waits_for_the_next_update_survives_a_kill(rank: int, tmp_path: Path) -> None:
     def evaluated(dies_at: int | None = None) -> list[int]:
-        callback = Evaluates()
+        callback = Evaluates(rank)
         args = tasks.arguments(output_dir=tmp_path, max_steps=4, save_every=2, eval_every="never", resume="auto")
         callbacks = [callback] if dies_at is None else [callback, Dies(dies_at)]
         with contextlib.suppress(InterruptedError):

@@ -66,7 +66,7 @@ class CheckpointSaver:
             self._handle_failure(error)
             return
         finally:
-            state.checkpoints = earlier
+            state.checkpoints, run.control.pending_elsewhere = earlier, {}
         self.pending, self._has_asked = entry, False
         if not run.args.save_in_background:
             self._flush()
@@ -177,8 +177,11 @@ class CheckpointSaver:
     def _position(self) -> dict[str, Any]:
         run, state = self._run, self._run.state
         # Clocks differ, and retention goes by this time: all ranks must keep the same checkpoints.
-        local = [state.seconds, self._lease.loss()]
-        seconds, loss = run.accelerator.group.broadcast_objects(local)
+        local = state.seconds, self._lease.loss(), run.control.pending
+        by_rank = run.accelerator.group.all_gather_objects(local)
+        seconds, loss, _ = by_rank[0]
+        # Rank 0 saves them: those of other ranks travel with the gradients of the next update.
+        run.control.pending_elsewhere = {name: reason for *_, asked in by_rank for name, reason in asked.items()}
         if loss is not None:
             raise RunInUseError(f"{loss} Nothing more is saved.")
         return {"epoch": state.epochs, "samples": state.samples, "seconds": seconds}
