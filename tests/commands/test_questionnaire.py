@@ -293,6 +293,25 @@ def test_a_file_that_cannot_be_read_is_named(form: Form) -> None:
     assert form.values["num_processes"] == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("folder", "Is a directory"), ("file.txt/config.yaml", "is a file"), ("locked/c.yaml", "denied")],
+)
+def test_a_target_that_cannot_be_written_is_named_before_the_first_question(
+    form: Form, place: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = form.file.parent
+    (folder / "folder").mkdir()
+    (folder / "locked").mkdir()
+    (folder / "file.txt").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked")  # root may write anywhere
+    form.file = folder / place
+    printed = form.fill(code=2)
+    assert f"{form.file} cannot be written: " in printed
+    assert f"{reason}. Name another place." in printed
+    assert "?" not in printed
+
+
 def test_nothing_is_written_without_the_last_yes(form: Form) -> None:
     assert form.fill(*answers(write="no")).endswith("Nothing was written.\n")
     printed = form.fill(*answers()[:3], code=2)

@@ -1,6 +1,8 @@
 """The parser of a command, alone or among the commands of another program."""
 
 import argparse
+import errno
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -54,6 +56,22 @@ def writing(path: Path) -> Generator[None]:
             raise ConfigurationError(f"{file} cannot be read: {error.strerror}.") from error
         reason = f"{file} is a file" if isinstance(error, FileExistsError) else error.strerror or error
         raise ConfigurationError(f"{path} cannot be written: {reason}. Name another place.") from error
+
+
+def check_can_write(file: Path) -> None:
+    """Raise the error of `writing` at once if a file cannot be written; nothing is created.
+
+    Raises:
+        ConfigurationError: With the reason.
+    """
+    with writing(file):
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        if not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def option_type(read: Callable[[str], Any]) -> Callable[[str], Any]:

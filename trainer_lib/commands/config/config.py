@@ -10,7 +10,7 @@ from trainer_lib.commands.config.default import default_command_parser
 from trainer_lib.commands.config.questionnaire import Question, ask_all
 from trainer_lib.commands.config.questions import answers_of, configuration, questions
 from trainer_lib.commands.config.update import keep_backup, update_command_parser
-from trainer_lib.commands.subcommands import add_option, make_parser, writing
+from trainer_lib.commands.subcommands import add_option, check_can_write, make_parser, writing
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.launchers.config_file import (
     ClusterConfig,
@@ -48,6 +48,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def config_command(args: argparse.Namespace) -> None:
     """Ask the questions, and write the file that the parsed options name."""
     file = Path(args.config_file).expanduser() if args.config_file else home_config_file()
+    check_can_write(file)
     config = get_user_input(file)
     with writing(file):
         backup = keep_backup(file)
