@@ -1,6 +1,7 @@
 """Options of Megatron-LM: what becomes of each field."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -91,6 +92,19 @@ def test_a_model_without_a_plan_of_sequences_has_its_usual_one(caplog: pytest.Lo
         ({"tp_degree": 0}, "tp_degree must be a whole number of at least 1, got 0"),
         ({"use_custom_fsdp": "yes"}, "use_custom_fsdp must be True or False"),
         ({"gradient_clipping": -1}, r"gradient_clipping must be a norm, or 0 for none \(got -1\)"),
+        ({"gradient_clipping": math.nan}, r"gradient_clipping must be a norm, or 0 for none \(got nan\)"),
+        ({"seq_length": -1}, "seq_length must be a whole number of at least 1, got -1"),
+        ({"decoder_seq_length": 1.5}, "decoder_seq_length must be a whole number of at least 1, got 1.5"),
+        ({"eval_interval": 0}, "eval_interval must be a whole number of at least 1, got 0"),
+        ({"eval_iters": -1}, "eval_iters must be a whole number of at least 0, got -1"),
+        ({"eod_mask_loss": "yes"}, "eod_mask_loss must be True or False, got 'yes'"),
+        ({"is_train_batch_min": None}, "is_train_batch_min must be True or False, got None"),
+        ({"min_lr": -1e-5}, r"min_lr must be a finite number of at least 0 \(got -1e-05\)"),
+        ({"lr_warmup_fraction": "0.1"}, r"lr_warmup_fraction must be at least 0 and below 1 \(got '0\.1'\)"),
+        (
+            {"weight_decay_incr_style": "linear", "start_weight_decay": "0", "end_weight_decay": 0.1},
+            r"start_weight_decay must be a finite number of at least 0 \(got '0'\)",
+        ),
         ({"recompute_granularity": "half"}, "Unknown recompute_granularity 'half'. Known: full, selective"),
         (
             {"lr_decay_style": "square"},

@@ -12,7 +12,12 @@ from trainer_lib.options.base import Options, check_choice, check_count, check_f
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
 from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
-from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_schedule, schedule_steps
+from trainer_lib.options.megatron_lm.schedule_steps import (
+    ScheduleSteps,
+    check_schedule,
+    is_at_least_zero,
+    schedule_steps,
+)
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 
@@ -26,6 +31,9 @@ _FLAGS = (
     "overlap_cpu_optimizer_d2h_h2d",
 )
 _DEFAULTS = {**dict.fromkeys(_COUNTS, 1), **dict.fromkeys(_FLAGS, False), "gradient_clipping": 1.0}
+_FLAGS_WITHOUT_DEFAULT = "eod_mask_loss", "calculate_per_token_loss"
+_OTHER_FLAGS = "is_train_batch_min", "megatron_dataset_flag", "return_logits"
+_LENGTHS = "seq_length", "encoder_seq_length", "decoder_seq_length"
 _GRANULARITIES = ("selective", "full")
 _METHODS = ("uniform", "block")
 
@@ -323,11 +331,16 @@ class MegatronLMPlugin(Options):
     def _check_values(self) -> None:
         for name in _COUNTS:
             check_count(name, getattr(self, name))
-        for name in _FLAGS:
+        for name in (*_FLAGS, *_OTHER_FLAGS, *self._given(_FLAGS_WITHOUT_DEFAULT)):
             check_flag(name, getattr(self, name))
-        clipping: Any = self.gradient_clipping
-        if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or clipping < 0:
-            raise ConfigurationError(f"gradient_clipping must be a norm, or 0 for none (got {shown(clipping)}).")
+        for name in self._given(_LENGTHS):
+            check_count(name, getattr(self, name))
+        check_count("eval_iters", self.eval_iters, at_least=0)
+        check_count("eval_interval", self.eval_interval)
+        if not is_at_least_zero(self.gradient_clipping):
+            raise ConfigurationError(
+                f"gradient_clipping must be a norm, or 0 for none (got {shown(self.gradient_clipping)})."
+            )
         if self.recompute_granularity is not None:
             check_choice("recompute_granularity", self.recompute_granularity, _GRANULARITIES)
         if self.custom_train_step_kwargs and self.custom_train_step_class is None:
@@ -349,6 +362,9 @@ class MegatronLMPlugin(Options):
             raise ConfigurationError(
                 "optimizer_cpu_offload=True needs use_distributed_optimizer=True or use_custom_fsdp=True (got neither)."
             )
+
+    def _given(self, names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if getattr(self, name) is not None]
 
     def _check_recomputation(self) -> None:
         method, count = self.recompute_method, self.recompute_num_layers
