@@ -255,6 +255,19 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert b"not-to-be-written" not in written
 
 
+@pytest.mark.slow
+def test_wandb_says_that_it_drops_values_of_steps_before_its_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    needs("wandb", "wandb")
+    trackers = TrackerGroup("wandb", "digits", tmp_path, {"wandb": {"mode": "offline"}}, patience=PATIENT)
+    for step in (5, 5, 3, 4, 6):
+        trackers.log({"loss": 0.5}, step=step)
+    trackers.finish()
+    (message,) = (record.getMessage() for record in caplog.records if "drops values" in record.getMessage())
+    assert "these are of step 3, and step 5 is reported already. Log them without a step." in message
+
+
 @pytest.mark.parametrize("project", ["vision/digits", "digits: first", "d" * 129])
 def test_wandb_refuses_a_project_at_the_start(tmp_path: Path, project: str) -> None:
     needs("wandb", "wandb")

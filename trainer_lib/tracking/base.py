@@ -128,6 +128,7 @@ class BuiltInTracker(GeneralTracker):
         extra: The extra of this library that installs it.
         project_variable: The environment variable of the project, for a Trainer that names none; "" for none.
         takes_texts: Whether it logs text values.
+        drops_earlier_steps: Whether it drops values whose step lies before the last one.
         channels_last: Whether it takes images with the channels last.
         image_options: The arguments of `log_images` that say how to read an array, which is then passed as it is.
         environment: Environment variables of its process, unless they are set.
@@ -141,6 +142,7 @@ class BuiltInTracker(GeneralTracker):
     extra: ClassVar[str] = ""
     project_variable: ClassVar[str] = ""
     takes_texts: ClassVar[bool] = True
+    drops_earlier_steps: ClassVar[bool] = False
     channels_last: ClassVar[bool] = False
     image_options: ClassVar[frozenset[str]] = frozenset()
     environment: ClassVar[Mapping[str, str]] = {}

@@ -34,6 +34,7 @@ class WandBTracker(VendorTracker):
     mode_variable: ClassVar[str] = "WANDB_MODE"
     key_variable: ClassVar[str] = "WANDB_API_KEY"
     project_variable: ClassVar[str] = "WANDB_PROJECT"
+    drops_earlier_steps: ClassVar[bool] = True
     without_key: ClassVar[str] = (
         "The tracker wandb has no key. Set WANDB_API_KEY, or run `wandb login`. Without a network, set "
         "WANDB_MODE=offline or give WandbCallback(mode='offline'): `wandb sync` sends the files later."

@@ -90,6 +90,7 @@ class Worker:
         self.lost = 0
         self.missing = 0  # undelivered at the end: lost, or spooled
         self._refused: set[str] = set()
+        self._newest_step: int | None = 0 if getattr(kind, "drops_earlier_steps", False) else None
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -97,6 +98,8 @@ class Worker:
 
     def put(self, entry: Entry) -> None:
         """Queue an entry, without waiting."""
+        if self._newest_step is not None and entry.step is not None:
+            self._newest_step = self._risen(entry.step, self._newest_step)
         self._queue.append(entry)
         if len(self._queue) > self.patience.capacity:
             self._spill()
@@ -299,6 +302,17 @@ class Worker:
             "The tracker %s fails, and training continues: %s. Undelivered values are kept in %s and sent later.",
             self.name, reason, storage, main_process_only=False,
         )  # fmt: skip
+
+    def _risen(self, step: int, newest: int) -> int | None:
+        """Return the newest step; `None`, with a warning, at a step before it."""
+        if step >= newest:
+            return step
+        _logger.warning(
+            "The tracker %s drops values of a step before its last one: these are of step %d, and step %d is reported "
+            "already. Log them without a step. Other trackers and a Trainer's history.jsonl keep them.",
+            self.name, step, newest, main_process_only=False,
+        )  # fmt: skip
+        return None
 
     def _warn_unreadable(self, entry: Entry, error: Exception) -> None:
         names = ", ".join(map(str, entry.content))
