@@ -12,7 +12,8 @@ class EMA(WeightAverage):
     """Keeps an exponential moving average of the weights: `average = decay * average + (1 - decay) * weights`.
 
     Evaluations, predictions, the best metric and `save_model` use the average, and at the end of the run the model
-    holds it. A checkpoint contains both the weights and the average, so that a resumed run continues bit for bit.
+    holds it. Until its first update (`every`), they use the model's own weights. A checkpoint contains both the weights
+    and the average, so that a resumed run continues bit for bit.
 
     Args:
         decay: The weight of the old average, at least 0 and less than 1.
