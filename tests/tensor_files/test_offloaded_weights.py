@@ -25,6 +25,10 @@ STATE = {
     "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
     "steps": torch.tensor(7),
     "flags": torch.tensor([True, False]),
+    "eighth": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+    "wide": torch.tensor([0.5, -2.0]).to(torch.float8_e5m2),
+    "complex": torch.tensor([[1 + 2j], [3 - 1j]]).T,
+    "empty": torch.zeros(0, 3),
 }
 
 
@@ -32,16 +36,18 @@ def test_a_state_dict_comes_back_from_its_folder(tmp_path: Path) -> None:
     offload_state_dict(tmp_path / "new", STATE)
     loaded = dict(OffloadedWeightsLoader(save_folder=tmp_path / "new"))
     assert set(loaded) == set(STATE)
+    index = json.loads((tmp_path / "new" / "index.json").read_text())
     for name, tensor in STATE.items():
-        assert loaded[name].dtype is tensor.dtype
-        assert torch.equal(loaded[name], tensor)
+        alone = load_offloaded_weight(tmp_path / "new" / f"{name}.dat", index[name])
+        assert loaded[name].dtype is alone.dtype is tensor.dtype
+        for value in (loaded[name], alone):
+            assert torch.equal(value.to(torch.complex128), tensor.to(torch.complex128))
+            assert value.shape == tensor.shape
 
 
 def test_the_layout_is_accelerates(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, STATE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "flags.dat", "half.dat", "index.json", "steps.dat", "weight.dat"
-    ]  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {"index.json", *(f"{name}.dat" for name in STATE)}
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["half"] == {"dtype": "bfloat16", "shape": [2]}
     assert index["steps"] == {"dtype": "int64", "shape": []}
@@ -53,7 +59,8 @@ def test_an_index_grows(tmp_path: Path) -> None:
     save_offload_index(index, tmp_path)
     save_offload_index(offload_weight(torch.zeros(1), "second", tmp_path), tmp_path)
     save_offload_index({}, tmp_path)
-    assert list(offload_weight(torch.ones(1), "third", tmp_path, index)) == ["first", "third"]
+    assert offload_weight(torch.ones(1), "third", tmp_path, index) is index
+    assert list(index) == ["first", "third"]
     assert list(json.loads((tmp_path / "index.json").read_text())) == ["first", "second"]
     assert torch.equal(load_offloaded_weight(tmp_path / "second.dat", index["first"]), torch.zeros(1))
 

@@ -30,17 +30,17 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | Path,
         weight: The tensor.
         weight_name: Its name, and that of the file.
         offload_folder: The folder.
-        index: The index of tensors that are there already.
+        index: The index of tensors that are there already; the tensor is added to it.
     """
     values = weight.detach().cpu()
-    shape = list(values.shape)
-    # numpy has no bfloat16: its bits are stored as whole numbers.
-    array = (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy()
+    index = {} if index is None else index
+    index[weight_name] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
+    array = values.contiguous().view(-1).view(torch.uint8).numpy()  # numpy lacks bfloat16 and the types of 8 bits
     path = path_inside(Path(offload_folder), f"{weight_name}{_ENDING}", weight_name)
     with _write_errors(offload_folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_array(array, path)
-    return {**(index or {}), weight_name: {"dtype": str(weight.dtype).removeprefix("torch."), "shape": shape}}
+    return index
 
 
 def write_array(array: "np.ndarray[Any, Any]", path: Path) -> None:
@@ -56,11 +56,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
         weight_file: The file.
         weight_info: Its "dtype" and "shape", from the index.
     """
-    name, shape = str(weight_info["dtype"]), tuple(weight_info["shape"])
-    array = np.memmap(weight_file, dtype="int16" if name == "bfloat16" else name, shape=shape or (1,), mode="c")
-    tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownArgumentType]
-    tensor = tensor.view(torch.bfloat16) if name == "bfloat16" else tensor
-    return tensor if shape else tensor[0]
+    return map_tensor(Path(weight_file), getattr(torch, weight_info["dtype"]), weight_info["shape"])
 
 
 def save_offload_index(index: Index, offload_folder: str | Path) -> None:
