@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.big_models.architectures import BLOCKS, architectures, made, output
@@ -562,6 +563,32 @@ def test_an_empty_model_of_transformers_is_told_of_renamed_weights(tmp_path: Pat
         empty = architectures()["mixtral"]()
     with pytest.raises(StateError, match=r"have no values.*from_pretrained and write it once with save_model"):
         load_checkpoint_and_dispatch(empty, tmp_path, {"": "disk"})
+
+
+class _Tied(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False))
+        self[2].weight = self[0].weight
+
+
+@pytest.mark.parametrize("left_out", ["0.weight", "2.weight", None])
+@pytest.mark.parametrize("devices", ["disk disk disk", "disk cpu cpu", "cpu disk disk"])
+@pytest.mark.parametrize("ending", ["bin", "safetensors"])
+def test_a_model_with_values_is_loaded_and_then_dispatched(
+    ending: str, devices: str, left_out: str | None, tmp_path: Path
+) -> None:
+    whole, model = _Tied().eval(), _Tied().eval()
+    nn.init.normal_(whole[1].running_mean)  # type: ignore[arg-type]
+    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items() if name != left_out}
+    write = torch.save if ending == "bin" else save_file
+    write(weights, tmp_path / f"model.{ending}")
+    device_map = dict(zip("012", devices.split(), strict=True))
+    load_checkpoint_in_model(model, tmp_path / f"model.{ending}", device_map, tmp_path / "offloaded")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter.is_meta is (device_map[name[0]] == "disk"), name
+    model = dispatch_model(model, device_map, offload_dir=tmp_path / "offloaded")
+    inputs = torch.randn(3, 4)
+    assert torch.equal(model(inputs), whole(inputs))
 
 
 @pytest.mark.parametrize("device", ["cpu", "disk"])

@@ -94,7 +94,7 @@ def load_checkpoint_in_model(
         checkpoint: A file of weights, an index of several files, or a folder with either, such as those that
             `save_model`, `save_state` and `save_pretrained` write.
         device_map: The device of each module; by default where its weights are. Weights of modules on the "disk" are
-            not loaded: `load_checkpoint_and_dispatch` also runs such a model.
+            not loaded and become empty: `dispatch_model` or `load_checkpoint_and_dispatch` runs such a model.
         offload_folder: The folder for weights on the disk that are not in safetensors files, and for their index.
         dtype: The dtype of the loaded weights in the model; by default the model's own.
         offload_state_dict: Accepted for compatibility: weights never take memory twice.

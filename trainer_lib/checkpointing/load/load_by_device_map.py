@@ -13,7 +13,7 @@ from trainer_lib.modules.device_placement import Device, check_device_map, devic
 from trainer_lib.modules.names import is_listed
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
 from trainer_lib.modules.tensor_slots import parameter_slots
-from trainer_lib.modules.ties import find_tied_parameters, retie_by_device
+from trainer_lib.modules.ties import find_tied_parameters, retie_by_device, retie_parameters
 from trainer_lib.tensor_files.offloaded_weights import (
     Index,
     OffloadedWeightsLoader,
@@ -34,7 +34,7 @@ def load_by_device_map(
     keep_in_fp32: Iterable[str] = (),
     offload_buffers: bool = False,
 ) -> tuple[list[str], set[str], Index]:
-    """Load weights, one file at a time; those on the disk stay in their safetensors files.
+    """Load weights, one file at a time; those on the disk stay in their safetensors files, and the model's are emptied.
 
     Args:
         model: The model, which may be on the meta device.
@@ -65,12 +65,13 @@ def load_by_device_map(
     }
     # First what a full disk can stop, so that nothing has been loaded then.
     placed.keep_on_disk({path: _those(kinds, on_disk.intersection(names)) for path, names in files.by_file()})
+    _empty(model, on_disk, ties)
     for path, names in files.by_file():
         of_file = _those(kinds, wanted.intersection(names))
         placed.load(path, _those(kinds, of_file.keys() - on_disk))
         if path.suffix == ".safetensors":
             placed.entries |= {name: _entry(path, name, kind) for name, kind in of_file.items()}
-    loaded = wanted | _load_tied(model, ties, device_map, wanted, placed.index, placed.entries)
+    loaded = wanted | _load_tied(model, ties, device_map, wanted, placed)
     placed.save_index()
     missing = [name for name in state if name not in loaded and weight_of(name) not in state]
     unexpected = {name for name in files.shapes if name not in state and not files.is_statistics(name)}
@@ -115,6 +116,18 @@ class _Placed:
             if self._folder is not None:
                 remove_offloaded_weights(self._folder, self._written)
             raise
+
+    def keep_tied_on_disk(self, name: str, source: str) -> None:
+        """Keep a weight that the files leave out on the disk: it is tied to one that they have."""
+        if source in self.entries:
+            self.index[name] = self.entries[source]
+        else:
+            self._write(name, self.value(source))
+
+    def value(self, name: str) -> Tensor:
+        """Return a weight that has been loaded, or is on the disk."""
+        value = self._slot(name)
+        return OffloadedWeightsLoader(save_folder=self._folder, index=self.index)[name] if value.is_meta else value
 
     def save_index(self) -> None:
         """Write the index of the weights on the disk into the folder, if there is one."""
@@ -170,15 +183,11 @@ class _Placed:
 
 
 def _load_tied(
-    model: nn.Module,
-    ties: Iterable[Sequence[str]],
-    device_map: Mapping[str, Device],
-    loaded: set[str],
-    index: Index,
-    entries: Mapping[str, dict[str, Any]],
+    model: nn.Module, ties: Iterable[Sequence[str]], device_map: Mapping[str, Device], loaded: set[str], placed: _Placed
 ) -> set[str]:
     """Give names of tied weights that a checkpoint leaves out the value of the name that it has."""
     named: set[str] = set()
+    on_disk: set[str] = set()
     for names in ties:
         source = next((name for name in names if name in loaded), None)
         if source is None:
@@ -186,17 +195,22 @@ def _load_tied(
         for name in names:
             device: Any = device_of(name, device_map)
             if name not in loaded and device == "disk":
-                if source not in index and source not in entries:
-                    raise ConfigurationError(f"{name} is on the disk and tied to {source}. Put both on one device.")
-                index[name] = index.get(source) or entries[source]
+                placed.keep_tied_on_disk(name, source)
+                on_disk.add(name)
             elif name not in loaded:
-                value = model.get_parameter(source)
-                if value.device.type == "meta":
-                    value = OffloadedWeightsLoader(index=index)[source]
-                set_module_tensor_to_device(model, name, device, value)
+                set_module_tensor_to_device(model, name, device, placed.value(source))
             named.add(name)
+    _empty(model, on_disk, ties)
     retie_by_device(model, ties)
     return named
+
+
+def _empty(model: nn.Module, names: set[str], ties: Iterable[Sequence[str]]) -> None:
+    """Drop the model's values of weights on the disk, with which it would compute; names that are tied stay tied."""
+    for name in names:
+        set_module_tensor_to_device(model, name, "meta")
+    tied = [[name for name in group if name in names] for group in ties]
+    retie_parameters(model, [group for group in tied if group])
 
 
 def _those(kinds: Mapping[str, torch.dtype], names: Container[str]) -> dict[str, torch.dtype]:
