@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
-from trainer_lib.foundation.errors import ConfigurationError, StateError, UnknownMemberError, did_you_mean
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize
 from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
@@ -254,7 +254,7 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     owner = module.get_submodule(path)
     known = [*parameter_slots(owner), *buffer_slots(owner)]
     if name not in known:
-        raise UnknownMemberError(
+        raise ConfigurationError(
             f"{type(owner).__name__} has no parameter or buffer {name!r}. Known: {', '.join(known) or 'none'}."
             f"{did_you_mean(name, known)}"
         )
@@ -263,7 +263,9 @@ def _owner(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 def _check_shape(name: str, current: Tensor | None, value: Tensor) -> None:
     if current is not None and current.shape != value.shape:
-        raise StateError(f"{name} has the shape {tuple(current.shape)}, and value has {tuple(value.shape)}.")
+        raise ConfigurationError(
+            f"{name} has the shape {tuple(current.shape)}, and value has {tuple(value.shape)}. Give one of its shape."
+        )
 
 
 def _moved(
