@@ -89,6 +89,20 @@ def test_reset() -> None:
     assert not PartialState._shared_state
 
 
+def test_a_missing_attribute_is_the_states_own_and_a_reset_is_told() -> None:
+    state, partial = AcceleratorState(cpu=True), PartialState()
+    with pytest.raises(
+        AttributeError, match=r"^'AcceleratorState' .* 'mixed_precison'. Did you mean 'mixed_precision'"
+    ):
+        _ = state.mixed_precison
+    with pytest.raises(AttributeError, match=r"^'PartialState' .* 'devise'. Did you mean 'device'"):
+        _ = partial.devise  # type: ignore[attr-defined]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for kind, left in (("AcceleratorState", state), ("PartialState", partial)):
+        with pytest.raises(AttributeError, match=rf"`{kind}` object .* 'device'. This happens if `{kind}._reset_state"):
+            _ = left.device
+
+
 def test_an_accelerator_that_nobody_has_any_more_makes_room_for_other_settings() -> None:
     first = Accelerator(mixed_precision="bf16", cpu=True)
     with pytest.raises(ConfigurationError, match=r"'no' came too late: .* delete the last reference .*free_memory"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, did_you_mean
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
@@ -239,6 +239,9 @@ class AcceleratorState(ProcessControl):
                 "`AcceleratorState._reset_state()` was called after the Accelerator was made. Make a new "
                 "`Accelerator`, or call `AcceleratorState()`."
             )
+        if not hasattr(partial, name):
+            known = {*dir(self), *dir(partial)}
+            raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}.{did_you_mean(name, known)}")
         return getattr(partial, name)
 
     def __repr__(self) -> str:

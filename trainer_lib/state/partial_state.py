@@ -1,12 +1,12 @@
 """The rank of this process, its world and its device."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from trainer_lib import process_group
 from trainer_lib.foundation import environment, xla
-from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.process_group import LoneProcess, ProcessGroup
@@ -116,6 +116,18 @@ class PartialState(ProcessControl):
             **kwargs: The fields of `InitProcessGroupKwargs`.
         """
         self._start(cpu or self.device.type == "cpu", _process_group_options(kwargs))
+
+    if not TYPE_CHECKING:  # type checkers would accept every misspelled name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error that says so where the state was reset."""
+            if self.initialized or name.startswith("__"):
+                hint = did_you_mean(name, dir(self))
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
+            raise AttributeError(
+                f"`PartialState` object has no attribute {name!r}. This happens if `PartialState._reset_state()` was "
+                "called after the state was made. Call `PartialState()`, or make a new `Accelerator`."
+            )
 
     def __repr__(self) -> str:
         """Return rank, world, backend and device."""
