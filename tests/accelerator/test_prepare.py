@@ -1,6 +1,7 @@
 """Preparing: what comes back, and what is refused."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.accelerator import toy
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, PreparationError
+from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.scheduler import AcceleratedScheduler
 
@@ -215,3 +217,10 @@ def test_batches_of_a_prepared_loader_can_be_skipped() -> None:
     loader = accelerator.prepare(_parts()[3])
     rest = [batch[0] for batch in accelerator.skip_first_batches(loader, 10)]
     toy.assert_same(rest, [batch[0] for batch in loader][10:], rtol=0)
+
+
+def test_an_accelerator_is_shared_by_copies_and_refuses_to_be_pickled() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert copy.copy(accelerator) is copy.deepcopy(accelerator) is accelerator
+    with pytest.raises(UnsupportedError, match=r"cannot be pickled. A dataset or function .* without it"):
+        pickle.dumps(accelerator)

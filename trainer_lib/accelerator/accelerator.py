@@ -18,7 +18,7 @@ from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_tr
 from trainer_lib.accelerator.weighted_backward import WeightedBackward, WeightedLoss
 from trainer_lib.context_parallel import sequence_split
 from trainer_lib.foundation.compiler_import import defer_compiler_import
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.compilation import undo_compilation
 from trainer_lib.optimizer import AcceleratedOptimizer
@@ -575,6 +575,18 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def clear(self, *objects: Any) -> list[Any]:
         """Call `free_memory`."""
         return self.free_memory(*objects)
+
+    def __getstate__(self) -> Any:
+        """Refuse pickles: an Accelerator holds threads, a process group and the prepared objects."""
+        raise UnsupportedError(
+            f"An object of {type(self).__name__} cannot be pickled. A dataset or function that data workers or "
+            "launched processes get has to do without it: give it the values it needs, such as "
+            f"accelerator.process_index, or make the {type(self).__name__} in the function that is launched."
+        )
+
+    def __copy__(self) -> Self:
+        """Return the `Accelerator` itself, as `copy.deepcopy` does."""
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the `Accelerator` itself: a copy of a model that holds it trains with the same one."""
