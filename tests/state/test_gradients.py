@@ -50,6 +50,15 @@ def test_all_instances_are_one_and_a_new_plugin_counts() -> None:
     assert GradientState().num_steps == 1
 
 
+def test_options_of_accumulation_are_read_and_set_by_name() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True))
+    state = accelerator.gradient_state
+    assert state.plugin_kwargs["sync_each_batch"]
+    assert state.plugin_kwargs.get("num_steps") == 1
+    state.plugin_kwargs.update({"num_steps": 4, "sync_with_dataloader": False})
+    assert (accelerator.gradient_accumulation_steps, state.sync_with_dataloader) == (4, False)
+
+
 def test_a_loop_that_counts_its_micro_batches_sets_which_of_them_updates() -> None:
     accelerator = Accelerator(cpu=True)
     weight = torch.nn.Parameter(torch.zeros(()))

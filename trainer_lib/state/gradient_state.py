@@ -49,6 +49,11 @@ class GradientState:
         return "plugin" in self._shared_state
 
     @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The options of accumulation by name, under Accelerate's name. A value that you set here counts."""
+        return vars(self.plugin)
+
+    @property
     def num_steps(self) -> int:
         """The micro-batches of one update."""
         return self.plugin.num_steps or 1
