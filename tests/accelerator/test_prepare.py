@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -224,3 +225,57 @@ def test_an_accelerator_is_shared_by_copies_and_refuses_to_be_pickled() -> None:
     assert copy.copy(accelerator) is copy.deepcopy(accelerator) is accelerator
     with pytest.raises(UnsupportedError, match=r"cannot be pickled. A dataset or function .* without it"):
         pickle.dumps(accelerator)
+
+
+def _by_hand() -> tuple[list[torch.Tensor], float]:
+    network, optimizer, schedule, _ = _parts()
+    inputs, targets, _ = toy.data()
+    for _ in range(2):
+        toy.losses(network, inputs[:8], targets[:8]).mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return toy.parameters(network), optimizer.param_groups[0]["lr"]
+
+
+def _prepare_again_after_free_memory(rank: int, size: int) -> tuple[list[torch.Tensor], float]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = toy.model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(*toy.data()[:2]), batch_size=4 // size)
+    before: list[Any] = []
+    parts: list[Any] = [network, optimizer, schedule, loader]
+    for _ in range(2):
+        before, parts = parts, accelerator.prepare(*parts)
+        model, optimizer, schedule, loader = parts
+        assert model is network or model.module is network
+        for inputs, targets in islice(loader, 3):  # the third one begins a window that does not end
+            with accelerator.accumulate(model):
+                accelerator.backward(toy.losses(model, inputs, targets).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        accelerator.free_memory()
+        assert (accelerator._models, accelerator._optimizers, accelerator._schedulers) == ([], [], [])
+    assert parts[1:] == before[1:]
+    return toy.parameters(network), optimizer.param_groups[0]["lr"]
+
+
+def test_what_free_memory_released_is_prepared_again(everywhere: Any) -> None:
+    weights, rate = _by_hand()
+    for result in everywhere(_prepare_again_after_free_memory):
+        assert result[1] == rate
+        torch.testing.assert_close(result[0], weights, rtol=1e-6, atol=1e-7)
+
+
+def test_a_released_wrapper_is_refused_once_its_optimizer_is_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = _parts()[1]
+    wrapper = accelerator.prepare(optimizer)
+    accelerator.free_memory()
+    with pytest.raises(PreparationError, match="prepared already"):
+        accelerator.prepare(wrapper, optimizer)
+    accelerator.prepare(optimizer)
+    with pytest.raises(PreparationError, match="prepared already"):
+        accelerator.prepare(wrapper)

@@ -118,7 +118,10 @@ class PrepareMethods(CollectiveMethods):
             from trainer_lib.accelerator.megatron_lm.schedule import schedule_of
 
             prepared = [schedule_of(v, megatron_lm) if isinstance(v, MegatronLMDummyScheduler) else v for v in prepared]
-        prepared = [self.prepare_scheduler(v) if isinstance(v, LRScheduler) or is_schedule(v) else v for v in prepared]
+        prepared = [
+            self.prepare_scheduler(v) if isinstance(v, (LRScheduler, AcceleratedScheduler)) or is_schedule(v) else v
+            for v in prepared
+        ]
         # In a world of one, a few foreign parameters are fine; with more ranks their gradients would not be reduced.
         optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
         self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
@@ -146,6 +149,8 @@ class PrepareMethods(CollectiveMethods):
         if self.prepared.holds(model):
             return model
         self.prepared.check_new([model])
+        if self.prepared.was_released(model):
+            model = self.strategy.unwrap(model)
         is_spread = self.verify_device_map(model) or any(map(has_offloaded_params, model.modules()))
         if is_spread and self.use_distributed:
             raise PreparationError(
@@ -189,6 +194,12 @@ class PrepareMethods(CollectiveMethods):
         if isinstance(optimizer, AcceleratedOptimizer) and self.prepared.holds(optimizer):
             return optimizer
         self.prepared.check_new([optimizer])
+        if isinstance(optimizer, AcceleratedOptimizer) and self.prepared.was_released(optimizer):
+            self.strategy.rebind_parameters(optimizer.optimizer)
+            optimizer.attach()
+            optimizer.load_round_state([self.window.backwards, 0, 0])
+            self.prepared.optimizers.append(optimizer)
+            return optimizer
         place = self.device_placement if device_placement is None else device_placement
         optimizer = self.strategy.wrap_optimizer(optimizer)
         self.strategy.rebind_parameters(optimizer)
@@ -214,7 +225,7 @@ class PrepareMethods(CollectiveMethods):
         self.prepared.optimizers.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Wrap a schedule so that it steps with its optimizer."""
         # With split_batches, Accelerate steps them once an update as well.
         differs = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
@@ -226,11 +237,14 @@ class PrepareMethods(CollectiveMethods):
             )
         return self.wrap_scheduler(scheduler)
 
-    def wrap_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def wrap_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
         if isinstance(scheduler, AcceleratedScheduler) and self.prepared.holds(scheduler):
             return scheduler
         self.prepared.check_new([scheduler])
+        if isinstance(scheduler, AcceleratedScheduler) and self.prepared.was_released(scheduler):
+            self.prepared.schedulers.append(scheduler)
+            return scheduler
         prepared = AcceleratedScheduler(
             scheduler,
             self.prepared.optimizers_of(scheduler),
@@ -250,6 +264,9 @@ class PrepareMethods(CollectiveMethods):
         if self.prepared.holds(data_loader):
             return data_loader
         self.prepared.check_new([data_loader])
+        if self.prepared.was_released(data_loader):
+            self.prepared.dataloaders.append(data_loader)
+            return data_loader
         config, megatron_lm = self.dataloader_config, self.state.megatron_lm_plugin
         whole = data_loader
         if megatron_lm is not None:

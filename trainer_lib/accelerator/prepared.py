@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.modules.names import class_name
-from trainer_lib.optimizer import AcceleratedOptimizer
+from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.strategies import Strategy
 
@@ -31,9 +32,13 @@ class Prepared:
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
         self.custom_objects: list[Any] = []
+        self._released: WeakSet[Any] = WeakSet()  # wrappers that a script still holds after free_memory()
 
     def clear(self) -> None:
-        """Forget all objects."""
+        """Forget all objects, so that they can be prepared again."""
+        # A wrapper of DeepSpeed's leads to an engine that ends here.
+        self._released.update(o for o in self.optimizers if not isinstance(o, DeepSpeedOptimizerWrapper))
+        self._released.update((*self.models, *self.schedulers, *self.dataloaders))
         self.keep_models()
         self.models.clear()
 
@@ -65,21 +70,28 @@ class Prepared:
         """Whether `prepare` returned this object."""
         return any(value is prepared for prepared in self._objects())
 
+    def was_released(self, value: Any) -> bool:
+        """Whether `prepare` returned this object before everything was released, so that it can be prepared again."""
+        is_kind = isinstance(value, (nn.Module, AcceleratedOptimizer, AcceleratedScheduler, DataLoader))
+        return is_kind and value in self._released
+
     def check_new(self, values: Iterable[Any]) -> None:
         """Raise if one of the values is inside a prepared one, given twice, or prepared by another Accelerator."""
-        known = {id(inner) for value in self._objects() for inner in (value, _wrapped(value))}
-        known |= {id(self._unwrap(model)) for model in self.models}
+        known = {id(inner) for value in self._objects() for inner in (value, self._inside(value))}
         seen: set[int] = set()
         for value in values:
             if self.holds(value):
                 continue
             is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
-            if is_kind and (id(value) in known or id(value) in seen or _is_prepared(value)):
+            was_released = self.was_released(value)
+            own = self._inside(value) if was_released else value
+            is_foreign = not was_released and _is_prepared(value)
+            if is_kind and (id(own) in known or id(own) in seen or is_foreign):
                 raise PreparationError(
                     f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
                     "or call free_memory() before you prepare it again."
                 )
-            seen.add(id(value))
+            seen.add(id(own))
 
     def check_models_of(self, optimizers: Iterable[AcceleratedOptimizer], all_parameters: bool) -> None:
         """Raise if optimizers train parameters that are in no prepared model.
@@ -125,6 +137,10 @@ class Prepared:
     def _detach_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.detach()
+
+    def _inside(self, value: Any) -> Any:
+        """Return the user's object inside a prepared one."""
+        return self._unwrap(value) if isinstance(value, nn.Module) else _wrapped(value)
 
     def _objects(self) -> Iterator[Any]:
         yield from self.models
