@@ -196,7 +196,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | AnyPath,
     device_map: str | Mapping[str, Device] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: Classes = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,

@@ -51,7 +51,7 @@ def test_a_model_that_is_not_there_is_named(
         (["plan", "gpt", "--world", "two"], "The value must be a whole number of at least 1 (got 'two')."),
         (
             ["plan", "gpt", "--memory", "lots"],
-            "'lots' is not a size. Give bytes as a whole number, or ",
+            "'lots' is not a size. Give bytes as a number, or ",
         ),
     ],
 )

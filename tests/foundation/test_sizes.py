@@ -28,13 +28,15 @@ def test_the_largest_unit_is_taken(size: int, text: str) -> None:
         ("2TiB", 2**41),
         ("8Kb", 1000),
         ("0.5gib", 2**29),
+        (1.5, 1),
+        (0.9 * 2**33, 7730941132),
     ],
 )
-def test_sizes_as_people_write_them(text: int | str, size: int) -> None:
+def test_sizes_as_people_write_them(text: float | str, size: int) -> None:
     assert convert_file_size_to_int(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", -1, True, "1 XB", "1e3", None, 1.5])
+@pytest.mark.parametrize("text", ["", "GB", "-1", -1, True, "1 XB", "1e3", None, -1.5, float("inf"), float("nan")])
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="is not a size"):
         convert_file_size_to_int(text)

@@ -108,6 +108,7 @@ def test_an_old_kernel_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_the_devices() -> None:
     assert get_max_memory({0: "10GB", "cpu": 5}) == {0: 10_000_000_000, "cpu": 5}
+    assert get_max_memory({0: 0.9 * 11, "cpu": 5.0}) == {0: 9, "cpu": 5}  # transformers hands shares of the free memory
     memory = get_max_memory()
     assert list(memory) == [*range(torch.accelerator.device_count()), "cpu"]
     assert memory["cpu"] > 1 << 20

@@ -16,7 +16,7 @@ _OF_ONE = 0.9  # of the free memory of a single accelerator: activations need so
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: Classes = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,

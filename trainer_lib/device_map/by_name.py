@@ -16,7 +16,7 @@ from trainer_lib.modules.device_placement import Device
 def infer_map(
     model: nn.Module,
     name: str,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: Classes = None,
     dtype: str | torch.dtype | None = None,
     offload_buffers: bool = False,

@@ -20,7 +20,7 @@ _logger = get_logger(__name__)
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: Classes = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
@@ -62,7 +62,7 @@ def infer_auto_device_map(
 
 def plan_device_map(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: Classes = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
@@ -83,7 +83,7 @@ def plan_device_map(
     return place(units, memory, offload_buffers, fallback_allocation)
 
 
-def memory_limits(max_memory: Mapping[int | str, int | str] | None) -> dict[Device, int | None]:
+def memory_limits(max_memory: Mapping[int | str, float | str] | None) -> dict[Device, int | None]:
     """Return the bytes to use of each device, in order; the disk comes last and has no limit unless one is given.
 
     Raises:

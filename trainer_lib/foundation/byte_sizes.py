@@ -1,5 +1,6 @@
 """Sizes in bytes as strings: formatting and parsing "10GB"."""
 
+import math
 import re
 
 from trainer_lib.foundation.errors import ConfigurationError
@@ -25,8 +26,8 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
-def convert_file_size_to_int(size: int | str) -> int:
-    """Return the bytes of a size such as "10GB", "5MiB" or "512"; an integer is returned as it is.
+def convert_file_size_to_int(size: float | str) -> int:
+    """Return the bytes of a size such as "10GB", "5MiB" or "512"; a number counts bytes, rounded down.
 
     Units are powers of 1000, or of 1024 with an "i"; "Gb" with a lower-case b is bits.
 
@@ -34,12 +35,12 @@ def convert_file_size_to_int(size: int | str) -> int:
         >>> convert_file_size_to_int("5MB"), convert_file_size_to_int("1MiB")
         (5000000, 1048576)
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    if isinstance(size, (int, float)) and not isinstance(size, bool) and 0 <= size < math.inf:
+        return int(size)
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if parts is None or parts[2].upper() not in _UNITS:
         raise ConfigurationError(
-            f"{size!r} is not a size. Give bytes as a whole number, or a string such as '10GB', '500MB' or '5GiB'."
+            f"{size!r} is not a size. Give bytes as a number, or a string such as '10GB', '500MB' or '5GiB'."
         )
     in_bits = len(parts[2]) == 2 and parts[2].endswith("b")
     return int(float(parts[1]) * _UNITS[parts[2].upper()]) // (8 if in_bits else 1)

@@ -28,7 +28,7 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
 ) -> dict[str, int | str]:
     """Return a device map of so many parts of about equal size.
 

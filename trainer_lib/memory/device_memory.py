@@ -10,7 +10,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 
 
-def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
+def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) -> dict[int | str, int]:
     """Return the free memory of each accelerator device (by its index) and of the host ("cpu"), in bytes.
 
     Args:

@@ -73,7 +73,7 @@ def get_quantized_model_device_map(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig,
     device_map: str | Mapping[str, Device] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: Classes = None,
 ) -> Mapping[str, Device]:
     """Return the device map of a model with layers of bitsandbytes, which count as quantized.

@@ -18,7 +18,7 @@ from trainer_lib.quantization.bnb_layers import (
     replace_with_bnb_layers,
 )
 
-Limits = Mapping[int | str, int | str] | None
+Limits = Mapping[int | str, float | str] | None
 
 
 class Whole:
