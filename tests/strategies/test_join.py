@@ -404,6 +404,28 @@ def test_one_process_checks_the_models_and_reads_as_told() -> None:
         pass
 
 
+def _evaluated(averaged_first: bool) -> list[int]:
+    accelerator = Accelerator(cpu=True)
+    network, averaged = accelerator.prepare(toy.model()), toy.model().eval()
+    loader = accelerator.prepare(DataLoader(TensorDataset(*toy.data()[:2]), batch_size=10))
+    network.eval()
+    rows = []
+    joinables = [averaged, network] if averaged_first else [averaged]
+    with accelerator.join_uneven_inputs(joinables, even_batches=False), torch.no_grad():
+        for inputs, _ in loader:
+            for model in joinables:
+                assert len(model(inputs)) == len(inputs)
+            rows.append(len(inputs))
+    return rows
+
+
+@pytest.mark.parametrize("averaged_first", [True, False])
+def test_a_model_that_is_only_evaluated_need_not_be_prepared(averaged_first: bool) -> None:
+    ranks = run_world(_evaluated, (averaged_first,), 2, timeout=60)
+    assert ranks == [[10, 10, 8], [10, 10]]
+    assert _evaluated(averaged_first) == [10, 10, 10, 10, 8]
+
+
 def _left_by_an_error() -> list[Any]:
     accelerator = Accelerator(cpu=True)
     network = accelerator.prepare(toy.model())

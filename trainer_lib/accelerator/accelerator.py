@@ -359,7 +359,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         the next, in the order of `joinables`.
 
         Args:
-            joinables: The prepared models that you train.
+            joinables: The prepared models that you train; models in evaluation mode need not be prepared.
             even_batches: The setting of prepared loaders inside the block.
 
         Example:
