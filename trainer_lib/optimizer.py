@@ -91,6 +91,11 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     @property
+    def gradient_state(self) -> GradientState:
+        """The state of gradient accumulation, which says whether the current micro-batch updates."""
+        return self.window.state
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step` was skipped because a gradient overflowed (fp16)."""
         return self.precision.was_skipped(self.optimizer)

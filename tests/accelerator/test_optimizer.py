@@ -36,6 +36,18 @@ def test_groups_state_and_defaults_are_shared() -> None:
     assert len(optimizer.optimizer.param_groups) == 2
 
 
+def test_the_state_of_accumulation_can_be_read_from_it() -> None:
+    accelerator, network, optimizer = _prepared(torch.optim.SGD)
+    accelerator.gradient_accumulation_steps = 2
+    assert optimizer.gradient_state is accelerator.gradient_state
+    seen = []
+    for _ in range(2):
+        with accelerator.accumulate(network):
+            seen.append(optimizer.gradient_state.sync_gradients)
+    assert seen == [False, True]
+    assert not hasattr(torch.optim.SGD(network.parameters()), "gradient_state")
+
+
 def test_state_goes_out_and_in() -> None:
     _, network, optimizer = _prepared()
     network(torch.ones(1, 8)).sum().backward()
