@@ -127,6 +127,26 @@ def test_handlers_can_be_read_from_the_accelerator() -> None:
     assert accelerator.scaler_handler is accelerator.init_handler is None
 
 
+def test_a_scaler_that_is_off_may_be_set_where_losses_are_not_scaled() -> None:
+    accelerator = Accelerator(cpu=True)
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False)):
+        accelerator.scaler = scaler
+        assert accelerator.scaler is None
+    with pytest.raises(
+        ConfigurationError, match=r"must be None or GradScaler\(enabled=False\).*mixed_precision='fp16'"
+    ):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+def test_the_scaler_of_fp16_cannot_be_replaced() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator.scaler = kept = accelerator.scaler
+    for scaler in (None, torch.amp.GradScaler("cpu")):
+        with pytest.raises(ConfigurationError, match=r"cannot be replaced \(got .*GradScalerKwargs"):
+            accelerator.scaler = scaler
+    assert accelerator.scaler is kept
+
+
 def test_unwrapping_gives_the_forward_back() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     spy = Spy()

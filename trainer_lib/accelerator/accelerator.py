@@ -233,8 +233,12 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler of fp16, else `None`."""
+        """The loss scaler of fp16, else `None`. It cannot be replaced: give its options as `GradScalerKwargs`."""
         return self.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        construction.check_scaler(scaler, self.precision)
 
     @property
     def native_amp(self) -> bool:

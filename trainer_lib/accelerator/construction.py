@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import has_cuda_graphs, has_symmetric_memory
@@ -221,6 +223,22 @@ def check_native_amp(uses_autocast: bool, precision: FullPrecision, prepared: Pr
     if prepared.models:
         raise ConfigurationError(
             f"native_amp={uses_autocast} comes too late: a model is prepared already. Set it before prepare."
+        )
+
+
+def check_scaler(scaler: Any, precision: FullPrecision) -> None:
+    """Raise for a loss scaler that would change how losses are scaled."""
+    if scaler is precision.scaler:
+        return
+    if precision.scaler is not None:
+        raise ConfigurationError(
+            f"accelerator.scaler cannot be replaced (got {shown(scaler)}): the prepared optimizers use the loss "
+            "scaler of fp16. Give its options as Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=…)])."
+        )
+    if not isinstance(scaler, torch.amp.GradScaler) or scaler.is_enabled():
+        raise ConfigurationError(
+            f"accelerator.scaler must be None or GradScaler(enabled=False) with mixed_precision={precision.name!r}, "
+            f"which scales no losses (got {shown(scaler)}). Give the Accelerator mixed_precision='fp16'."
         )
 
 
