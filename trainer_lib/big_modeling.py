@@ -16,6 +16,7 @@ from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_dev
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnsupportedError
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -417,7 +418,7 @@ def _is_same(stored: Tensor, tensor: Tensor) -> bool:
         return False
     if tensor.is_meta or not tensor.numel():
         return True
-    first, second = (values.detach().cpu().reshape(-1).view(torch.uint8) for values in (stored, tensor))
+    first, second = (as_bytes(values.detach().cpu()) for values in (stored, tensor))
     return torch.equal(first, second)
 
 

@@ -25,6 +25,7 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import default_backend, needs_accelerator
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
@@ -204,16 +205,17 @@ class TorchProcesses:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks."""
-        tensor = tensor.detach().contiguous()
+        tensor = _plain(tensor.detach())
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather([_as_bytes(part) for part in gathered], _as_bytes(tensor), group=self._group)
+        # As bytes: gloo supports few of torch's types.
+        dist.all_gather([as_bytes(part) for part in gathered], as_bytes(tensor), group=self._group)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite the tensor with that of one rank."""
         _check_rank(source, self.size)
         with _contiguous(tensor) as values:
-            dist.broadcast(_as_bytes(values), group_src=source, group=self._group)
+            dist.broadcast(as_bytes(values), group_src=source, group=self._group)
         return tensor
 
     def all_gather_objects(self, value: Any) -> list[Any]:
@@ -522,15 +524,15 @@ def _length(message: memoryview) -> int:
 def _contiguous(tensor: Tensor) -> Generator[Tensor]:
     """Yield the values of `tensor` in the order of its dimensions: strides may differ between ranks."""
     tensor = tensor.detach()
-    values = tensor.contiguous()
+    values = _plain(tensor)
     yield values
     if values.data_ptr() != tensor.data_ptr():
         tensor.copy_(values)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    # Gloo supports few of torch's types, and sending does not depend on the type.
-    return tensor.reshape(-1).view(torch.uint8)
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if its values are not in memory as they are and in their order."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _check_rank(source: int, size: int) -> None:

@@ -394,6 +394,7 @@ def test_weights_of_an_earlier_call_are_used_only_if_they_are_the_same(offload: 
     model, inputs = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), torch.randn(4, 2)
     model[0].register_buffer("calls", torch.zeros(1))
     model[0].register_parameter("unused", nn.Parameter(torch.tensor([torch.nan])))  # is the same as itself
+    model[0].register_parameter("gain", nn.Parameter(torch.ones(1, 2)[:, 1]))  # contiguous, with a stride of 2
     expected = model(inputs)
     again, empty, trained = copy.deepcopy(model), copy.deepcopy(model).to("meta"), copy.deepcopy(model)
     DISK_OFFLOADS[offload](model, tmp_path)

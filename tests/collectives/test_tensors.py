@@ -87,6 +87,29 @@ def test_gather_goes_by_values_where_strides_differ(everywhere: Everywhere) -> N
     everywhere(body)
 
 
+def test_a_column_of_one_row_travels(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        column = torch.tensor([[0.0, rank + 1.0]])[:, 1]  # contiguous, with a stride of 2
+        same(gather(column), [other + 1.0 for other in range(size)])
+        assert gather(column[:0]).numel() == 0
+        same(broadcast(column, from_process=size - 1), [float(size)])
+
+    everywhere(body)
+
+
+def test_views_that_conjugate_or_negate_travel_as_their_values(everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        views = {"conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(), "negative": torch.tensor([1 + 2j]).conj().imag}
+        for tensor in views.values():
+            same(gather(tensor), tensor.tolist() * size)
+            same(broadcast(tensor * (1 if rank else 2), from_process=0), (2 * tensor).tolist())
+        target = torch.tensor([1.0 + 1j * rank])
+        broadcast(target.conj(), from_process=size - 1)  # a view of `target`
+        same(target, [1 + 1j * (size - 1)])
+
+    everywhere(body)
+
+
 def test_gather_keeps_containers(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         gathered = gather(nested(float(rank)))

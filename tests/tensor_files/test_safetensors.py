@@ -24,6 +24,9 @@ def tensors() -> dict[str, Tensor]:
         "scalar": torch.tensor(7),
         "empty": torch.empty(0, 3),
         "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "column of one row": grid[:1, 1],
+        "column of no row": grid[:0, 1],
         "parameter": nn.Parameter(grid.clone()),
         "über.weight": torch.ones(1),
     }
@@ -34,7 +37,8 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> list[int]:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()
+    values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return torch.cat([values, values]).view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize("read", [read_tensors, safetensors.torch.load_file])

@@ -16,6 +16,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.tensor_files.reused_memory import ReusedMemory
 from trainer_lib.tensor_files.safetensors import TensorLocation, read_locations, with_aliases
 
@@ -154,7 +155,7 @@ def _read_all(path: Path, reads: list[_Read], threads: int) -> Iterator[_Read]:
 
 def _pieces(tensor: Tensor, start: int) -> Iterator[tuple[memoryview, int]]:
     if tensor.numel():
-        memory = tensor.reshape(-1).view(torch.uint8).numpy().data
+        memory = as_bytes(tensor).numpy().data
         for at in range(0, len(memory), _PIECE):
             yield memory[at : at + _PIECE], start + at
 

@@ -15,6 +15,7 @@ from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.tensor_files.tensor_storage import stored_values, without_aliases
 
 _NAMES = {
@@ -208,5 +209,4 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _bytes(tensor: Tensor) -> Any:
-    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor.detach().cpu()).numpy().data

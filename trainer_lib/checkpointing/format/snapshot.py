@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
 from trainer_lib.checkpointing.format.snapshot_memory import SnapshotMemory
 from trainer_lib.foundation.device_types import pins_memory
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
 
@@ -162,7 +163,7 @@ def _bytes(tensor: Tensor) -> Any:
     try:
         values = tensor.numpy()
     except TypeError:  # NumPy has no such type
-        values = tensor.reshape(-1).view(torch.uint8).numpy()
+        values = as_bytes(tensor).numpy()
     return values.reshape(-1).view(np.uint8)  # NumPy's views take a fifth of torch's time
 
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, StateError, UnsupportedError, UnwritableError
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.quantized_layers import weight_of
 from trainer_lib.modules.state import load_module_state, module_state
@@ -202,5 +202,5 @@ def _fingerprints(weights: Mapping[str, Tensor]) -> Fingerprints:
 
 def _fingerprint(weight: Tensor) -> int:
     values = weight.reshape(-1)
-    sampled = values[:: max(1, values.numel() // _SAMPLED)].contiguous().view(torch.uint8)
+    sampled = as_bytes(values[:: max(1, values.numel() // _SAMPLED)])
     return zlib.crc32(f"{weight.dtype} {tuple(weight.shape)}".encode(), zlib.crc32(sampled.cpu().numpy().tobytes()))

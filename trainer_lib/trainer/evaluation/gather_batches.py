@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.foundation.pytree import leaves, map_leaves, map_tensors
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted
@@ -163,7 +164,7 @@ def _joined(tensors: list[Tensor]) -> _Joined:
     is_scalar = tensors[0].ndim == 0
     whole = (torch.stack(tensors) if is_scalar else torch.cat(tensors)).detach().cpu()
     rows = [1 if is_scalar else len(tensor) for tensor in tensors]
-    return _Joined(whole.dtype, tuple(whole.shape), rows, is_scalar, whole.reshape(-1).view(torch.uint8).numpy())
+    return _Joined(whole.dtype, tuple(whole.shape), rows, is_scalar, as_bytes(whole).numpy())
 
 
 def _unpack(packed: _Packed, device: torch.device) -> list[_Batch]:

@@ -27,6 +27,7 @@ from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.errors import NonFiniteError, TrainerLibError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.foundation.pytree import leaves, tensors
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.memory.device_memory import get_max_memory
 from trainer_lib.memory.peak_memory import PeakMemory
 from trainer_lib.seeding import set_seed
@@ -506,9 +507,9 @@ def _digest(batch: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
-            values = leaf.detach().cpu().contiguous()
+            values = leaf.detach().cpu()
             digest.update(f"{values.dtype}{tuple(values.shape)}".encode())
-            digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(as_bytes(values).numpy().tobytes())
         else:
             digest.update(leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode())
     return digest.hexdigest()

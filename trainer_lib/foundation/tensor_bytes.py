@@ -1,0 +1,18 @@
+"""The memory of a tensor as bytes."""
+
+import torch
+from torch import Tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as a flat tensor of bytes; those of a contiguous one share its memory.
+
+    Example:
+        >>> as_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)[:1, 1])
+        tensor([2, 0], dtype=torch.uint8)
+    """
+    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if values.numel() < 2:
+        # Contiguous whatever its stride is, but torch views only a stride of 1 as another type.
+        values = values.as_strided(values.shape, (1,))
+    return values.view(torch.uint8)
