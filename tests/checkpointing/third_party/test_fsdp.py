@@ -104,6 +104,26 @@ def _dcp(folder: Path, state: Any) -> None:
         checkpoint.save(state, checkpoint_id=folder, no_dist=True)
 
 
+def test_shards_of_an_optimizer_that_keeps_no_state_are_loaded(tmp_path: Path) -> None:
+    def engine() -> tuple[Accelerator, Any, Any]:
+        plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
+        accelerator, (model, _) = Accelerator(cpu=True, fsdp_plugin=plugin), model_and_optimizer()
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def write() -> list[float]:
+        accelerator, model, optimizer = engine()
+        train(accelerator, model, optimizer, 0, 2)
+        accelerator.save_state(tmp_path / "saved", layout="accelerate")
+        return train(accelerator, model, optimizer, 2, 4)
+
+    def read() -> list[float]:
+        accelerator, model, optimizer = engine()
+        accelerator.load_state(tmp_path / "saved")
+        return train(accelerator, model, optimizer, 2, 4)
+
+    assert run_world(write) == run_world(read)
+
+
 @pytest.mark.parametrize("place", ["metadata", "value"])
 def test_a_folder_of_shards_that_would_run_code_is_refused(tmp_path: Path, place: str) -> None:
     folder = tmp_path / "saved"

@@ -206,7 +206,8 @@ def _numbered(path_of: Callable[[int], Path], kind: str | None = None) -> list[A
     states: list[Any] = []
     while (path := path_of(len(states))).exists():
         try:
-            states.append(read_whole(path)[OPTIMIZER_NAME] if is_sharded(path) else read_pickle(path))
+            # Shards have no entry for a dict without values: the states of an optimizer that keeps none.
+            states.append({"state": {}, **read_whole(path)[OPTIMIZER_NAME]} if is_sharded(path) else read_pickle(path))
         except CheckpointError as error:
             advice = f" To leave it out, give --without {kind}." if kind else " To leave it out, move the file away."
             raise CheckpointError(f"{error}{advice}") from error
