@@ -128,9 +128,16 @@ def test_rows_that_cannot_be_told_apart_from_repeats_are_an_error() -> None:
     assert all("even_batches=False" in message for message in results), results
 
 
-def test_a_scalar_is_no_row_a_sample() -> None:
-    with pytest.raises(ConfigurationError, match="0-d"):
-        Accelerator(cpu=True).gather_for_metrics(torch.tensor(1.0))
+def _means(size: int, even_batches: bool) -> list[list[float]]:
+    accelerator = Accelerator(cpu=True, even_batches=even_batches)
+    loader = accelerator.prepare(DataLoader(Numbers(size), batch_size=2))
+    return [accelerator.gather_for_metrics(batch["number"].double().mean()).tolist() for batch in loader]
+
+
+def test_a_mean_is_one_value_of_each_rank_whose_batch_has_real_samples() -> None:
+    assert run_world(_means, (8, True), 2, timeout=60) == [[[0.5, 2.5], [4.5, 6.5]]] * 2
+    assert run_world(_means, (5, True), 2, timeout=60) == [[[0.5, 2.5], [2.0]]] * 2  # 4 0, and 1 2, which are repeats
+    assert _means(5, True) == [[0.5], [2.5], [4.0]]
 
 
 def _outside_a_loop() -> list[int]:

@@ -1,5 +1,6 @@
 """Gathering for metrics: every sample once."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -99,14 +100,27 @@ def test_rows_that_fit_no_sample_are_refused_on_all_processes() -> None:
     assert first == [f"gather_for_metrics failed on rank 1: {message}" for message in last]
 
 
-def test_a_tensor_without_rows_is_refused(everywhere: Everywhere) -> None:
-    def body(rank: int, size: int) -> None:
-        with pytest.raises(
-            ConfigurationError, match=r"^gather_for_metrics needs one row per sample \(got a 0-d tensor"
-        ):
-            gather_real_rows({"loss": torch.tensor(0.5)}, None)
+@pytest.mark.parametrize("real", [3, 1, 0])
+def test_a_tensor_without_dimensions_is_one_value_of_each_rank_with_real_samples(
+    real: int, everywhere: Everywhere
+) -> None:
+    def body(rank: int, size: int) -> list[str]:
+        is_last, messages = rank == size - 1, list[str]()
+        logger, handler = logging.getLogger("trainer_lib.collectives.gather_for_metrics"), logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        rows = Rows(total=3, real=real) if is_last else None
+        for _ in range(2):
+            gathered = gather_real_rows({"loss": torch.tensor(rank + 0.5)}, rows)
+            expected = [other + 0.5 for other in range(size)]
+            assert gathered["loss"].tolist() == expected[: size - (real == 0)]
+        logger.removeHandler(handler)
+        return messages
 
-    everywhere(body)
+    *others, last = everywhere(body)
+    assert others == [[]] * len(others)
+    assert len(last) == (real < 3)
+    assert all("If it is their mean, they count in it. Pass one value per sample" in message for message in last)
 
 
 def test_objects_are_joined_without_repeated_items(everywhere: Everywhere) -> None:

@@ -29,6 +29,7 @@ STATE = {
     "wide": torch.tensor([0.5, -2.0]).to(torch.float8_e5m2),
     "complex": torch.tensor([[1 + 2j], [3 - 1j]]).T,
     "empty": torch.zeros(0, 3),
+    "column of one row": torch.ones(4, 2)[:1, 1],
 }
 
 

@@ -11,7 +11,10 @@ from trainer_lib.collectives.object_collectives import gather_per_data_rank, joi
 from trainer_lib.collectives.ragged_gather import gather_rows_or_raise, holds_rows
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.logging import get_logger
 from trainer_lib.state.gradient_state import Rows
+
+_logger = get_logger(__name__)
 
 
 def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
@@ -19,7 +22,7 @@ def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
 
     Args:
         tree: Tensors with one row per sample (or the same number for each), lists with one item per sample, and
-            structures of both.
+            structures of both. A tensor without dimensions, such as the mean loss of a batch, is one value per rank.
         rows: How many leading samples of this rank's batch are real; `None` if all are.
 
     Example:
@@ -59,11 +62,21 @@ def _real_items(value: Any, rows: Rows | None) -> Any:
 
 def _real_part(leaf: Any, rows: Rows | None) -> Any:
     if isinstance(leaf, Tensor) and leaf.ndim == 0:
-        raise ConfigurationError(
-            "gather_for_metrics needs one row per sample (got a 0-d tensor, such as the mean loss of a batch, from "
-            "which repeated samples cannot be removed). Use gather or reduce, or pass loss.repeat(batch_size)."
-        )
+        return leaf[None][: _real_values(rows)]
     return leaf[: _real_count(len(leaf), rows)] if isinstance(leaf, Tensor) or holds_rows(leaf) else leaf
+
+
+def _real_values(rows: Rows | None) -> int:
+    """Return whether a value of the whole batch counts, as a number of values."""
+    if rows is None or rows.real == rows.total:
+        return 1
+    _logger.warning_once(
+        "gather_for_metrics got one value (a 0-d tensor) of a batch in which the loader repeated samples to make ranks "
+        "even. If it is their mean, they count in it. Pass one value per sample, such as loss.repeat(batch_size), and "
+        "they do not.",
+        main_process_only=False,
+    )
+    return min(rows.real, 1)
 
 
 def _real_count(count: int, rows: Rows | None) -> int:

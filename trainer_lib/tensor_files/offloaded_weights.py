@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer_lib.filesystem.atomic_files import path_inside, replace_file
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.tensor_bytes import as_bytes
 from trainer_lib.tensor_files.load_tensors import locate_tensor
 from trainer_lib.tensor_files.map_tensor import map_or_read, map_tensor
 from trainer_lib.tensor_files.reused_memory import ReusedMemory
@@ -35,7 +36,7 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: str | Path,
     values = weight.detach().cpu()
     index = {} if index is None else index
     index[weight_name] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape)}
-    array = values.contiguous().view(-1).view(torch.uint8).numpy()  # numpy lacks bfloat16 and the types of 8 bits
+    array = as_bytes(values).numpy()  # numpy lacks bfloat16 and the types of 8 bits
     path = path_inside(Path(offload_folder), f"{weight_name}{_ENDING}", weight_name)
     with _write_errors(offload_folder):
         path.parent.mkdir(parents=True, exist_ok=True)
