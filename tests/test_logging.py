@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -114,11 +115,20 @@ def test_senseless_variables_are_no_reason_not_to_log(caplog: pytest.LogCaptureF
     assert messages(caplog) == ["still here"]
 
 
+def test_an_adapter_around_a_logger_names_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrapped(logging.LoggerAdapter[Any]):
+        def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+            self.logger.log(level, msg, *args, stacklevel=3, **kwargs)
+
+    Wrapped(get_logger("ours", log_level="INFO"), {}).info("a")
+    assert [record.funcName for record in caplog.records] == ["test_an_adapter_around_a_logger_names_its_caller"]
+
+
 def test_the_callers_line_shows(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("ours", log_level="INFO")
 
     def wrapper() -> None:
-        logger.info("of the caller's caller", stacklevel=2)
+        logger.info("of the caller's caller", stacklevel=3)
 
     logger.info("a")
     logger.log(logging.INFO, "b")

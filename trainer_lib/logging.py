@@ -20,15 +20,15 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger that logs on rank 0 by default.
 
     All logging methods take two more arguments: with `main_process_only=False` every rank logs, and with
-    `in_order=True` ranks log one after the other, so all of them must make the call.
+    `in_order=True` ranks log one after the other, so all of them must make the call. A `stacklevel` counts from this
+    adapter, as in Accelerate: 2, the default, is the line of the call, and 3 that of its caller.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a line at a numeric level."""
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        # Skip the frame of this method when logging looks for the caller.
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs.setdefault("stacklevel", 2)
         turns, barrier = _turns(main_process_only, in_order)
         for is_mine in turns:
             if is_mine and self.isEnabledFor(level):
@@ -47,7 +47,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if line in _said_once:
             return
         _said_once.add(line)
-        self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+        self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 2) + 1})
 
 
 def get_logger(
