@@ -288,7 +288,13 @@ def test_purging_takes_back_what_a_function_or_test_class_sets(monkeypatch: pyte
         def test_something(self) -> str:
             return change()
 
-    for changing in (purge_accelerate_environment(change), purge_accelerate_environment(Tests)().test_something):
+    purge_accelerate_environment(Tests)
+
+    class More(Tests):
+        def test_more(self) -> str:
+            return change()
+
+    for changing in (purge_accelerate_environment(change), Tests().test_something, More().test_more):
         assert changing() == "done"
         assert os.environ["ACCELERATE_KEPT"] == "before"
         assert "ACCELERATE_NEW" not in os.environ

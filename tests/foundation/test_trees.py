@@ -144,6 +144,7 @@ def test_concatenate_along_another_dimension_and_what_it_refuses() -> None:
     assert pytree.concatenate([Batch(vector()), Batch(vector())]).ids.shape == (4,)
     with pytest.raises(TypeError, match="A str cannot be concatenated; only tensors"):
         pytree.concatenate([{"a": "x"}, {"a": "y"}])
+    assert pytree.concatenate([{"a": "x"}]) == {"a": "x"}
 
 
 def test_send_to_device_skips_keys_and_uses_the_to_of_others() -> None:

@@ -404,11 +404,10 @@ def clear_environment() -> Generator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorate a function, or every test of a class, to restore the `ACCELERATE_*` variables afterwards."""
+    """Decorate a function, or every test of a class and of its subclasses, to restore the `ACCELERATE_*` variables."""
     if isinstance(func_or_cls, type):
-        for name, member in list(vars(func_or_cls).items()):
-            if callable(member) and name.startswith("test"):
-                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        _purge_after_tests(func_or_cls)
+        func_or_cls.__init_subclass__ = classmethod(_purge_after_tests)  # type: ignore[assignment]
         return func_or_cls
     function: Callable[..., Any] = func_or_cls
 
@@ -423,3 +422,9 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
             os.environ.update(before)
 
     return wrapped
+
+
+def _purge_after_tests(tests: type, **_: Any) -> None:
+    for name, member in list(vars(tests).items()):
+        if callable(member) and name.startswith("test"):
+            setattr(tests, name, purge_accelerate_environment(member))

@@ -205,7 +205,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate a list of trees of the same shape, tensor by tensor, along `dim`."""
+    """Concatenate a list of trees of the same shape, tensor by tensor, along `dim`; of one tree, any leaf stays."""
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
@@ -217,6 +217,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return _rebuilt_dataclass(
             first, {name: concatenate([getattr(tree, name) for tree in data], dim) for name in _fields(first)}
         )
+    if len(data) == 1:
+        return first
     raise TypeError(
         f"A {type(first).__name__} cannot be concatenated; only tensors, and tuples, lists, mappings and dataclasses "
         "of them, can."
