@@ -71,6 +71,7 @@ def test_every_auto_of_the_handbooks_file_is_filled_and_reported(tmp_path: Path)
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 4,
     }
+    assert training_values(warmup_steps=0) == {"scheduler.params.warmup_num_steps": 1}, "DeepSpeed refuses 0"
     assert '"auto"' not in json.dumps(plugin.deepspeed_config)
     assert plugin.deepspeed_config["optimizer"]["params"]["torch_adam"] is True
     assert (plugin.zero_stage, plugin.gradient_clipping) == (2, 0.5)

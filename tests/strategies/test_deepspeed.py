@@ -869,7 +869,7 @@ def test_misuse_is_refused_in_words() -> None:
             lambda: accelerator.prepare(torch.optim.SGD([model.weight])),
             lambda: accelerator.prepare(layer, torch.optim.Muon(layer.parameters())),
             lambda: accelerator.clip_grad_norm_([model.weight], 1.0),
-            lambda: accelerator.prepare(weightless),
+            lambda: accelerator.prepare(weightless, torch.optim.SGD(weightless.parameters(), 0.1)),
             lambda: stepped.step(lambda: None),
             lambda: accelerator.join_uneven_inputs([prepared]).__enter__(),
         ):

@@ -45,7 +45,8 @@ def training_values(
         "optimizer.params.lr": learning_rate,
         "optimizer.params.weight_decay": weight_decay,
         "scheduler.params.warmup_max_lr": learning_rate,
-        "scheduler.params.warmup_num_steps": warmup_steps,
+        # DeepSpeed refuses 0, for which it did what it does for 1: its shortest warm-up takes two steps.
+        "scheduler.params.warmup_num_steps": None if warmup_steps is None else max(1, warmup_steps),
         "scheduler.params.total_num_steps": total_steps,
     }
     if micro_batch_size is not None and accumulation_steps is not None and num_processes is not None:

@@ -72,7 +72,6 @@ class DeepSpeed(Strategy):
     def distribute(self, model: nn.Module, evaluation_mode: bool = False) -> nn.Module:
         """Wrap the model; its engine is made when its optimizer is prepared too."""
         check_has_whole_weights(model)
-        _check_dimensions(model)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         wrapped = EngineModel(model)
@@ -102,6 +101,7 @@ class DeepSpeed(Strategy):
         if not models:
             return
         _check_pair(optimizer, models, trained)
+        _check_dimensions(models[0])
         engine = self._engine(models[0], optimizer)
         models[0].attach(engine)
         optimizer.shards = ZeroShards(engine, self.group)
