@@ -130,6 +130,40 @@ def test_a_database(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPa
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"notes", "table-3.json"}
 
 
+def test_a_tracker_of_your_own_takes_mlflows_variables(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trainer_lib.tracking import MLflowTracker
+
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{database}"
+    monkeypatch.setenv("MLFLOW_TAGS", '{"team": "b"}')
+    tracker = MLflowTracker("variables", tracking_uri=uri, tags={"team": "a"})
+    tracker.start()
+    tracker.log({"accuracy": 0.95, "text": "left out"}, step=10)
+    tracker.finish()
+    assert "text is a str: it is left out" in caplog.text
+    run_id = tracker.active_run.info.run_id
+
+    monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+    again = MLflowTracker("variables", tracking_uri=uri)
+    again.start()
+    assert again.active_run.info.run_id == run_id
+    again.log({"accuracy": 1.0}, step=11)
+    again.finish()
+    for text, nested in (("no", False), ("yes", True)):
+        monkeypatch.setenv("MLFLOW_NESTED_RUN", text)
+        assert MLflowTracker("variables", tracking_uri=uri, nested_run=not nested).nested_run is nested
+    child = MLflowTracker("variables", tracking_uri=uri)
+    child.start()
+    child.finish()
+    assert child.active_run.data.tags["mlflow.parentRunId"] == run_id
+
+    run = reader(uri).get_run(run_id)
+    assert run.data.metrics == {"accuracy": 1.0}
+    assert run.data.tags["team"] == "b"
+
+
 @pytest.mark.server
 def test_a_server_that_is_killed_and_comes_back(
     tmp_path: Path, database: Path, server: Server, caplog: pytest.LogCaptureFixture

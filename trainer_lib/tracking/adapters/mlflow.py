@@ -1,5 +1,6 @@
 """MLflow tracker: a database or a server."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,12 @@ from urllib.parse import urlsplit
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.imports import require
+from trainer_lib.logging import get_logger
 from trainer_lib.tracking.adapters.vendor import images_by_name
 from trainer_lib.tracking.base import BuiltInTracker, Point, check_folder, on_main_process
-from trainer_lib.tracking.delivery.plain_values import flat
+from trainer_lib.tracking.delivery.plain_values import flat, plain_metrics
 
+_logger = get_logger(__name__)
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _SCHEMES = (*_DATABASES, "http", "https", "databricks", "databricks-uc", "uc", "file")
 _REFUSED = re.compile(r"[^/\w.\- :]")
@@ -28,9 +31,9 @@ class MLflowTracker(BuiltInTracker):
     Args:
         experiment_name: The experiment; `MLFLOW_EXPERIMENT_NAME` overrides it.
         logging_dir: Accelerate's name for `tracking_uri`.
-        run_id: The id of a run to continue.
-        tags: Tags of the run.
-        nested_run: Whether it is a child of the run in `MLFLOW_RUN_ID`.
+        run_id: The id of a run to continue; `MLFLOW_RUN_ID` overrides it.
+        tags: Tags of the run, as a dict or as JSON; `MLFLOW_TAGS` overrides them.
+        nested_run: Whether it is a child of the run in `MLFLOW_RUN_ID`; `MLFLOW_NESTED_RUN` overrides it.
         run_name: The name of the run.
         description: The description of the run.
         tracking_uri: The address of a database or a server; by default `MLFLOW_TRACKING_URI`, or MLflow's default.
@@ -54,7 +57,7 @@ class MLflowTracker(BuiltInTracker):
         experiment_name: str | None = None,
         logging_dir: str | Path | None = None,
         run_id: str | None = None,
-        tags: Mapping[str, Any] | None = None,
+        tags: Mapping[str, Any] | str | None = None,
         nested_run: bool = False,
         run_name: str | None = None,
         description: str | None = None,
@@ -64,10 +67,12 @@ class MLflowTracker(BuiltInTracker):
         super().__init__()
         self._experiment = environment.variable("MLFLOW_EXPERIMENT_NAME") or experiment_name or "Default"
         self._uri = tracking_uri or (None if logging_dir is None else str(logging_dir))
-        self._run_id, self._parent = run_id, None
-        if nested_run:
-            self._parent = environment.variable("MLFLOW_RUN_ID")
-        self._tags = dict(tags or {})
+        self.nested_run: bool = environment.parse_flag_from_env("MLFLOW_NESTED_RUN", nested_run)
+        self._run_id, self._parent = run_id, environment.variable("MLFLOW_RUN_ID")
+        if not self.nested_run:
+            self._run_id, self._parent = self._parent or run_id, None
+        tags = environment.variable("MLFLOW_TAGS") or tags
+        self._tags: dict[str, Any] = json.loads(tags) if isinstance(tags, str) else dict(tags or {})
         if description is not None:
             self._tags["mlflow.note.content"] = description
         self._run_name, self._token = run_name, token
@@ -124,6 +129,11 @@ class MLflowTracker(BuiltInTracker):
         """MLflow's run object."""
         return self._run
 
+    @property
+    def active_run(self) -> Any:
+        """MLflow's run object, under Accelerate's name."""
+        return self._run
+
     @on_main_process
     def start(self) -> None:
         """Find or create the experiment and the run."""
@@ -152,10 +162,13 @@ class MLflowTracker(BuiltInTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers."""
+        """Log numbers; other values are left out with a warning."""
         import time
 
-        self.log_points([Point(values, step, time.time(), kwargs)])
+        numbers, refused = plain_metrics(values, self.takes_texts)
+        for name, description in refused.items():
+            _logger.warning_once("MLflow takes numbers, and %s is %s: it is left out.", name, description)
+        self.log_points([Point(numbers, step, time.time(), kwargs)])
 
     @on_main_process
     def log_points(self, points: Sequence[Point]) -> None:
