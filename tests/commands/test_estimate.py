@@ -8,6 +8,7 @@ from transformers import BertConfig, ViTConfig
 
 from trainer_lib import ConfigurationError
 from trainer_lib.commands.estimate import (
+    add_timm_hub_prefix,
     check_has_model,
     create_ascii_table,
     create_empty_model,
@@ -26,6 +27,12 @@ def folder(tmp_path: Path) -> str:
     config.architectures = ["BertForSequenceClassification"]
     config.save_pretrained(tmp_path)
     return str(tmp_path)
+
+
+def test_models_of_timm_on_the_hub() -> None:
+    assert add_timm_hub_prefix("timm/resnet50.a1_in1k") == "hf-hub:timm/resnet50.a1_in1k"
+    for name in ("resnet50", "resnet50.a1_in1k", "hf-hub:timm/resnet50.a1_in1k", "local-dir:/path/to/model"):
+        assert add_timm_hub_prefix(name) == name
 
 
 def test_a_model_has_shapes_and_no_memory(folder: str) -> None:

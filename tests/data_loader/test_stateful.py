@@ -55,6 +55,7 @@ def _prepared(loader: Any, **options: Any) -> Any:
 )
 def test_a_prepared_loader_is_a_stateful_one(make: Callable[[], Any], kind: type[Any]) -> None:
     loader = make()
+    assert loader.use_stateful_dataloader
     assert isinstance(loader, StatefulDataLoader)
     assert isinstance(loader, kind)
     assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in DataLoader(Numbers(SIZE), 4)]
@@ -63,6 +64,7 @@ def test_a_prepared_loader_is_a_stateful_one(make: Callable[[], Any], kind: type
 def test_it_is_an_option() -> None:
     loader = prepare_data_loader(DataLoader(Numbers(SIZE)), num_processes=1, process_index=0)
     assert not isinstance(loader, StatefulDataLoader)
+    assert not loader.use_stateful_dataloader
     assert not Accelerator(cpu=True).use_stateful_dataloader
 
 

@@ -1,5 +1,8 @@
 """Models of PEFT, with DTensors, and with layers of other packages."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import peft
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from trainer_lib.modules.blocks import (
 )
 from trainer_lib.modules.forwards import ConvertOutputsToFp32, convert_outputs_to_fp32
 from trainer_lib.modules.module_kinds import (
+    get_model_tp_size,
     has_4bit_bnb_layers,
     has_ao_layers,
     has_transformer_engine_layers,
@@ -78,6 +82,16 @@ def test_repeated_blocks_are_lists_of_one_class() -> None:
     assert not is_repeated_blocks(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]))
     assert not is_repeated_blocks(nn.Sequential(repeated))
     assert has_repeated_blocks(nn.Sequential(repeated))
+
+
+def test_how_transformers_split_a_model() -> None:
+    model: Any = nn.Linear(1, 1)
+    assert get_model_tp_size(model) is None
+    for options in (SimpleNamespace(tp_size=4), {"tp_size": 4}):  # the second is from a file
+        model.config = SimpleNamespace(distributed_config=options)
+        assert get_model_tp_size(model) == 4
+    model.tp_size = 2  # transformers 4
+    assert get_model_tp_size(model) == 2
 
 
 def test_outputs_in_fp32() -> None:

@@ -25,7 +25,7 @@ def create_empty_model(
     """Return a model of transformers or timm whose weights are shapes without memory.
 
     Args:
-        model_name: The name on the Hugging Face Hub, or a folder with a configuration.
+        model_name: The name on the Hugging Face Hub, or a folder with a configuration (for timm: `local-dir:FOLDER`).
         library_name: "transformers" (the default) or "timm".
         trust_remote_code: Whether code of the model on the Hub may run.
         access_token: The token for a private model.
@@ -36,7 +36,7 @@ def create_empty_model(
     if library == "timm":
         timm: Any = require("timm")
         with init_empty_weights():
-            return timm.create_model(model_name, pretrained=False)
+            return timm.create_model(add_timm_hub_prefix(model_name), pretrained=False)
     if library != "transformers":
         raise ConfigurationError(unknown("library_name", library, ["timm", "transformers"]))
     transformers: Any = require("transformers", "transformers")
@@ -46,6 +46,16 @@ def create_empty_model(
     with init_empty_weights():
         known = next((kind for kind in classes if kind is not None), None)
         return known(config) if known is not None else transformers.AutoModel.from_config(config, **options)
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Return a name for timm: a model on the Hub ("owner/name") gets timm's prefix for it, others stay.
+
+    Example:
+        >>> add_timm_hub_prefix("timm/resnet50.a1_in1k"), add_timm_hub_prefix("resnet50")
+        ('hf-hub:timm/resnet50.a1_in1k', 'resnet50')
+    """
+    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
 
 
 def read_model(model_name: str, library_name: str | None = None, trust_remote_code: bool = False) -> "nn.Module":

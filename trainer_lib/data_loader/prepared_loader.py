@@ -62,6 +62,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     """
 
     _is_accelerate_prepared = True
+    use_stateful_dataloader: bool = False  # whether it is an instance of torchdata's `StatefulDataLoader`
 
     # Attributes that `__setattr__` sets here; all others are set on the user's loader.
     _LOCAL_ATTRIBUTES = frozenset(

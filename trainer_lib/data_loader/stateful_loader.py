@@ -22,7 +22,12 @@ def stateful_kind(kind: _Kind) -> _Kind:
     if issubclass(kind, stateful):
         return kind
     # It has no name to import it by, so a copy in another process makes it again.
-    members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": lambda self: _parts(kind, self)}
+    members: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__reduce__": lambda self: _parts(kind, self),
+        "use_stateful_dataloader": True,
+    }
     return type(kind.__name__, (kind, stateful), members)  # pyright: ignore[reportReturnType]
 
 

@@ -1,4 +1,7 @@
-"""Whether a model is of PEFT, has DTensors, or has layers of packages that compute in 8 or 4 bits."""
+"""Whether a model is of PEFT, has DTensors, is split by transformers, or has layers that compute in 8 or 4 bits."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +16,20 @@ def is_peft_model(model: nn.Module) -> bool:
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether a parameter of a model is a DTensor, as those of a sharded model are."""
     return any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return over how many ranks transformers has split a model's matrices; `None` if it has not.
+
+    Example:
+        >>> get_model_tp_size(nn.Linear(2, 2)) is None
+        True
+    """
+    size: Any = getattr(model, "tp_size", None)  # transformers 4; it stays None in version 5
+    if size is None:
+        options: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = options.get("tp_size") if isinstance(options, Mapping) else getattr(options, "tp_size", None)
+    return size
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:

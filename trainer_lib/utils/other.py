@@ -11,6 +11,7 @@ from trainer_lib.modules.blocks import get_module_children_bottom_up as get_modu
 from trainer_lib.modules.blocks import has_repeated_blocks as has_repeated_blocks
 from trainer_lib.modules.blocks import is_repeated_blocks as is_repeated_blocks
 from trainer_lib.modules.compilation import compile_regions as compile_regions
+from trainer_lib.modules.module_kinds import get_model_tp_size as get_model_tp_size
 from trainer_lib.modules.module_kinds import model_has_dtensor as model_has_dtensor
 from trainer_lib.modules.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 from trainer_lib.modules.unwrapping import has_compiled_regions as has_compiled_regions
