@@ -1,6 +1,7 @@
 """How processes are arranged: sizes, meshes, and what does not fit."""
 
 import importlib
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from trainer_lib import (
 )
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
-from trainer_lib.options.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 
@@ -52,6 +53,20 @@ def test_sizes_of_the_launcher() -> None:
     with patch_environment(PARALLELISM_CONFIG_CP_SIZE="2", PARALLELISM_CONFIG_CP_COMM_STRATEGY="alltoall"):
         assert ParallelismConfig().active_mesh_dims == ["cp"]
         assert TorchContextParallelConfig().method == "ring"
+        handler = ParallelismConfig().cp_handler
+        assert handler is not None
+        assert handler.cp_comm_strategy == "alltoall"
+
+
+def test_the_options_of_each_dimension_can_be_read() -> None:
+    config = ParallelismConfig(sp_size=2, tp_size=2)
+    assert (config.cp_backend, config.sp_backend) == ("torch", "deepspeed")
+    assert config.sp_handler is not None
+    assert config.sp_handler.sp_seq_length_is_variable
+    assert config.tp_handler is not None
+    assert config.cp_handler is config.pp_handler is None
+    kernel = DeepSpeedSequenceParallelConfig(sp_attn_implementation="kernels-community/flash-attn2")
+    assert ParallelismConfig(sp_size=2, sp_handler=kernel).sp_handler is kernel
 
 
 @pytest.mark.parametrize(
@@ -225,6 +240,20 @@ def test_sizes_that_do_not_fit_the_world_name_some_that_do(sizes: dict[str, Any]
     config = ParallelismConfig(**sizes)
     with pytest.raises(ConfigurationError, match=f"takes {config.total_size} processes, and there are {world}.*{fix}"):
         config.check_world(world)
+
+
+def test_joint_dimensions_of_the_mesh_have_names() -> None:
+    def sizes() -> Any:
+        mesh = ParallelismConfig(dp_shard_size=2, cp_size=2).get_device_mesh(Accelerator(cpu=True).device.type)
+        assert mesh is not None
+        with warnings.catch_warnings():  # torch's, of names of joint dimensions
+            warnings.simplefilter("ignore", UserWarning)
+            groups = {name: mesh[name].get_group() for name in ("dp", "dp_shard_cp", "dp_cp", "dp_shard", "cp")}
+        return mesh.mesh_dim_names, {name: torch.distributed.get_process_group_ranks(groups[name]) for name in groups}
+
+    names, ranks = run_world(sizes, (), 4)[1]
+    assert names == ("dp_shard", "cp")
+    assert ranks == {"dp": [1, 3], "dp_shard_cp": [0, 1, 2, 3], "dp_cp": [0, 1, 2, 3], "dp_shard": [1, 3], "cp": [0, 1]}
 
 
 def test_coordinates_are_those_of_the_mesh() -> None:

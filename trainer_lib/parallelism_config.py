@@ -24,6 +24,7 @@ _HANDLERS = {
     "sp_handler": DeepSpeedSequenceParallelConfig,
     "pp_handler": TorchPipelineParallelConfig,
 }
+_BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 
 
 @dataclass(repr=False, eq=False)
@@ -36,11 +37,11 @@ class ParallelismConfig(Options):
         tp_size: How many processes split each matrix (tensor parallelism). They read the same batches.
         cp_size: How many processes hold parts of the same sequences and exchange keys and values (context parallelism).
             They read the same batches.
-        cp_backend: `None`, or "torch".
+        cp_backend: "torch".
         sp_size: How many processes hold parts of the same sequences and share out the attention heads (sequence
             parallelism, Ulysses). They read the same batches.
-        sp_backend: `None`, or "deepspeed", Accelerate's name for it; it runs without DeepSpeed.
-        tp_handler: The plan and the options of tensor parallelism.
+        sp_backend: "deepspeed", Accelerate's name for it; it runs without DeepSpeed.
+        tp_handler: The plan and the options of tensor parallelism; each handler is set where its size is larger than 1.
         cp_handler: The options of context parallelism.
         sp_handler: The options of sequence parallelism.
         pp_size: How many processes hold consecutive layers each (pipeline parallelism). They read the same batches.
@@ -75,9 +76,12 @@ class ParallelismConfig(Options):
         for name, kind in _HANDLERS.items():
             if not isinstance(getattr(self, name), kind | None):
                 raise ConfigurationError(f"{name} must be a {kind.__name__} (got {shown(getattr(self, name))}).")
-        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            if getattr(self, name) is None and getattr(self, name.replace("handler", "size")) > 1:
+                setattr(self, name, kind())
+        for name, known in _BACKENDS.items():
             if getattr(self, name) not in (None, known):
                 raise ConfigurationError(f"Unknown {name} {getattr(self, name)!r}. Known: {known}.")
+            setattr(self, name, known)
         if self.cp_enabled and self.sp_enabled:
             raise ConfigurationError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both split sequences. Set one of them to 1."
@@ -259,13 +263,23 @@ class ParallelismConfig(Options):
         return f"{dimensions}; ranks {', '.join(places)}{', …' if self.total_size > most else ''}"
 
     def build_device_mesh(self, device_type: str) -> "DeviceMesh | None":
-        """Return the mesh of the dimensions larger than 1; none, if there are none. All processes have to call."""
+        """Return the mesh of the dimensions larger than 1; none, if there are none. All processes have to call.
+
+        Its joint dimensions have names too: `mesh["dp"]` (different data), `mesh["dp_shard_cp"]` (shards of the same
+        weights) and `mesh["dp_cp"]` (parts of the same loss).
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         names = self.active_mesh_dims
         if not names:
             return None
-        return init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
+        mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, parts in joint.items():
+            if parts:
+                # Torch has no public way. No group is made where one of the same ranks exists.
+                mesh[tuple(parts)]._flatten(name)  # pyright: ignore[reportPrivateUsage]
+        return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> "DeviceMesh | None":
         """Return the mesh, which is built on the first call."""

@@ -57,5 +57,9 @@ class DeepSpeedSequenceParallelConfig(KwargsHandler):
                 setattr(self, name, value)
         if self.sp_seq_length is not None:
             check_count("sp_seq_length", self.sp_seq_length)
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = True
+        if "flash-attn" in (self.sp_attn_implementation or "").rpartition("/")[2]:  # a kernel of the Hub
+            return
         known = (None, "sdpa", "flash_attention_2", "flash_attention_3")
         check_choice("sp_attn_implementation", self.sp_attn_implementation, known)
