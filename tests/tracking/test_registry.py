@@ -13,6 +13,7 @@ from trainer_lib import Accelerator
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError
 from trainer_lib.foundation.imports import is_package_available
 from trainer_lib.tracking import (
+    LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
     filter_trackers,
     get_available_trackers,
@@ -79,7 +80,7 @@ def test_all_means_installed_and_configured(monkeypatch: pytest.MonkeyPatch, tmp
     )
 
 
-def test_registered_classes_need_unused_names() -> None:
+def test_registered_classes_take_the_place_of_others() -> None:
     register_tracker_class(Silent)
     register_tracker_class(Silent)  # as a module that is imported again does
     assert registry.tracker_class("silent") is Silent
@@ -94,14 +95,27 @@ def test_registered_classes_need_unused_names() -> None:
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
-    for kind, message in (
-        (Other, "is taken"),
-        (Wandb, "is taken"),
-        (Nameless, "has no name"),
-        (3, "must be a subclass"),
-    ):
+    class Every(GeneralTracker):
+        name = "all"
+
+    for kind, message in ((Every, "is taken"), (Nameless, "has no name"), (3, "must be a subclass")):
         with pytest.raises(ConfigurationError, match=message):
             register_tracker_class(kind)  # type: ignore[arg-type]
+    known = dict(LOGGER_TYPE_TO_CLASS)
+    try:
+        with pytest.warns(UserWarning, match="The tracker name 'silent' was that of Silent, and is that of Other now"):
+            register_tracker_class(Other)
+        with pytest.warns(UserWarning, match="The tracker name 'wandb' was that of this library"):
+            register_tracker_class(Wandb)
+        assert registry.tracker_class("silent") is LOGGER_TYPE_TO_CLASS["silent"] is Other
+        assert registry.tracker_class("wandb") is LOGGER_TYPE_TO_CLASS["wandb"] is Wandb
+        del LOGGER_TYPE_TO_CLASS["silent"]
+        assert "silent" not in LOGGER_TYPE_TO_CLASS
+        LOGGER_TYPE_TO_CLASS.clear()
+    finally:
+        LOGGER_TYPE_TO_CLASS.update(known)
+    assert dict(LOGGER_TYPE_TO_CLASS) == known
+    assert registry.tracker_class("silent") is Silent
 
 
 def test_other_packages_bring_theirs_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +145,7 @@ def test_a_tracker_lacks_nothing() -> None:
 
 
 def test_classes_by_name() -> None:
-    from trainer_lib.tracking import LOGGER_TYPE_TO_CLASS, AimTracker, TensorBoardTracker
+    from trainer_lib.tracking import AimTracker, TensorBoardTracker
 
     assert LOGGER_TYPE_TO_CLASS["tensorboard"] is LOGGER_TYPE_TO_CLASS[LoggerType.TENSORBOARD] is TensorBoardTracker
     assert LOGGER_TYPE_TO_CLASS["aim"] is AimTracker

@@ -4,7 +4,8 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, unknown
@@ -46,8 +47,10 @@ _registered: dict[str, type[GeneralTracker]] = {}
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
     """Register your own tracker class under its name. Works as a decorator.
 
+    A name that is in use gets a warning, and the new class.
+
     Raises:
-        ConfigurationError: If it is not a tracker class, or has no name, or its name is taken.
+        ConfigurationError: If it is not a tracker class, or has no name, or its name means all or no trackers.
 
     Example:
         >>> @register_tracker_class
@@ -63,9 +66,15 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralT
         raise ConfigurationError(
             f"The tracker {tracker_class.__name__} has no name. Give the class an attribute `name`."
         )
-    existing = _registered.get(name)
-    if name in (*_BUILT_IN, "all", "none") or (existing is not None and _path(existing) != _path(tracker_class)):
+    if name in (ALL, "none"):
         raise ConfigurationError(f"The tracker name {name!r} of {tracker_class.__name__} is taken. Use another name.")
+    existing = _registered.get(name)
+    if name in _BUILT_IN if existing is None else _path(existing) != _path(tracker_class):
+        before = "this library" if existing is None else existing.__name__
+        warnings.warn(
+            f"The tracker name {name!r} was that of {before}, and is that of {tracker_class.__name__} now.",
+            stacklevel=2,
+        )
     _registered[name] = tracker_class
     return tracker_class
 
@@ -274,19 +283,29 @@ def _path(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
-class _TrackerClasses(Mapping[str, type[Any]]):
-    """The classes of the trackers by name, imported when they are looked up."""
+class _TrackerClasses(MutableMapping[str, type[Any]]):
+    """The classes of the trackers by name, imported when they are looked up. Only registered ones can be removed."""
 
     def __getitem__(self, name: str) -> type[Any]:
         name = str(getattr(name, "value", name))
+        if name in _registered:
+            return _registered[name]
         return AimTracker if name == "aim" else _built_in(name)
 
+    def __setitem__(self, name: str, kind: type[Any]) -> None:
+        _registered.pop(name, None)
+        if name not in self or self[name] is not kind:
+            _registered[name] = kind
+
+    def __delitem__(self, name: str) -> None:
+        del _registered[name]
+
     def __iter__(self) -> Iterator[str]:
-        return iter(["aim", *_BUILT_IN])
+        return iter(dict.fromkeys([*_registered, "aim", *_BUILT_IN]))
 
     def __len__(self) -> int:
-        return 1 + len(_BUILT_IN)
+        return len({*_registered, "aim", *_BUILT_IN})
 
 
 AimTracker: type[Any] = missing_class("AimTracker", AIM)
-LOGGER_TYPE_TO_CLASS: Mapping[str, type[Any]] = _TrackerClasses()
+LOGGER_TYPE_TO_CLASS: MutableMapping[str, type[Any]] = _TrackerClasses()
