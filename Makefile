@@ -51,7 +51,8 @@ test-slow: .venv/with-test
 test-deepspeed: .venv/with-deepspeed-apart
 	PYTHONPATH=$(CURDIR)/$(DEEPSPEED) DS_BUILD_OPS=0 $(BIN)/python -m pytest -n auto --maxprocesses 3 --dist loadfile \
 		tests/strategies/test_deepspeed*.py tests/trainer/fit/test_deepspeed_runs.py tests/commands/test_launch_deepspeed.py \
-		tests/test_examples.py::test_stages_of_zero_print_the_same_losses
+		tests/test_examples.py::test_stages_of_zero_print_the_same_losses \
+		tests/accelerate_scripts/test_self_checks.py::test_accelerates_own_scripts_pass_with_deepspeed
 
 # In one session, but for DeepSpeed's tests: what all tests import is imported once.
 test-all: .venv/with-test test-deepspeed

@@ -1,11 +1,13 @@
 """Text pairs, images, a tokenizer, a tiny BERT and a metric, for scripts that would load them from the Hub."""
 
+import json
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -146,6 +148,18 @@ class Accuracy:
         right = self._right + [bool(left == other) for left, other in zip(predictions, references, strict=True)]
         self._right = []
         return {"accuracy": sum(right) / len(right), "samples": len(right)}
+
+
+def write_deepspeed_config(path: Path, stage: int, *, model_only: bool = False) -> None:
+    """Write a config of a ZeRO stage, where "auto" is filled; without optimizer and schedule if `model_only`."""
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    config: dict[str, Any] = {**sizes, "gradient_accumulation_steps": 1, "steps_per_print": 1000}
+    config |= {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage}}
+    if not model_only:
+        warm_up = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+        config["scheduler"] = {"type": "WarmupLR", "params": warm_up}
+    path.write_text(json.dumps(config))
 
 
 @contextmanager
