@@ -149,3 +149,70 @@ def _outside_a_loop() -> list[int]:
 
 def test_after_the_loop_everything_is_gathered() -> None:
     assert [len(seen) for seen in run_world(_outside_a_loop, (), 2, timeout=60)] == [8, 8]
+
+
+class Batches:
+    """A user's batch sampler, which says how large a full batch is."""
+
+    def __init__(self, batches: list[list[int]], batch_size: int = 4) -> None:
+        self.batches, self.batch_size = batches, batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _counted(
+    batches: list[list[int]], options: dict[str, Any], collate: Any = torch.tensor, full: int = 4
+) -> tuple[list[float], list[float], int, int]:
+    accelerator = Accelerator(cpu=True, **options)
+    loader: Any = DataLoader(range(20), batch_sampler=Batches(batches), collate_fn=collate)  # type: ignore[arg-type]
+    loader = accelerator.prepare(loader)
+    rows, losses, samples, remainder = [], [], 0, -1
+    for batch in loader:
+        rows += accelerator.gather_for_metrics(batch).tolist()
+        losses += accelerator.gather_for_metrics(batch.float().mean().repeat(full)).tolist()
+        samples += loader.samples_in_round
+        remainder = accelerator.gradient_state.remainder
+    return rows, losses, samples, remainder
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("batches", "remainders"),
+    [
+        ([[0, 1, 2, 3], [4, 5]], (2, 6)),
+        ([[0, 1, 2]], (3, 3)),
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], (0, 0)),
+        ([[0, 1, 2], [3], [4, 5, 6, 7], [8, 9], [10]], (1, 1)),
+        ([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]], (2, 6)),
+    ],
+)
+def test_a_loss_counts_once_for_each_sample_of_a_users_batch(
+    batches: list[list[int]], remainders: tuple[int, int], processes: int
+) -> None:
+    expected = [sum(batch) / len(batch) for batch in batches for _ in batch]
+    count = len(expected)
+    for dispatches in (False, True):
+        options = {"dispatch_batches": dispatches}
+        for got in run_world(_counted, (batches, options), processes, timeout=60):
+            assert got == (list(range(count)), expected, count, remainders[processes - 1])
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_a_loss_counts_once_for_each_sample_of_a_users_batch_that_is_split(dispatches: bool) -> None:
+    batches, options = [[0, 1, 2, 3], [4, 5], [6, 7, 8]], {"split_batches": True, "dispatch_batches": dispatches}
+    for rows, losses, samples, remainder in run_world(_counted, (batches, options, torch.tensor, 2), 2):
+        assert rows == list(range(9))
+        assert losses == [0.5, 0.5, 2.5, 2.5, 4, 5, 6.5, 6.5, 4]  # the last one's batch is 8, 0
+        assert (samples, remainder) == (9, 3)
+
+
+def test_packed_and_generated_batches_keep_their_rows() -> None:
+    batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    for rows, losses, samples, _ in run_world(_counted, (batches, {}, lambda row: torch.tensor([sum(row)])), 2):
+        assert (rows, losses, samples) == ([6, 22, 27], [6] * 4 + [22] * 4 + [27] * 3, 11)
+    for rows, *_ in run_world(_counted, ([[0], [1], [2]], {}, lambda row: torch.tensor(row * 4)), 2):
+        assert rows == [0] * 4 + [1] * 4 + [2] * 4

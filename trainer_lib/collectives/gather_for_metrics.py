@@ -88,6 +88,8 @@ def _real_count(count: int, rows: Rows | None) -> int:
         return rows.real
     if rows.real == rows.total:
         return count
+    if not rows.real:
+        return 0
     if count % rows.total == 0:
         return count // rows.total * rows.real
     raise ConfigurationError(

@@ -124,7 +124,8 @@ class DataLoaderDispatcher(PreparedLoader):
             if parcel.is_last:
                 ending.batches = received
             if parcel.holds_batch:
-                yield parcel.batch if parcel.rows is None else Counted(parcel.batch, parcel.rows, parcel.remainder)
+                is_counted = parcel.rows is not None or (self._reader.unit == "batches" and parcel.remainder >= 0)
+                yield Counted(parcel.batch, parcel.rows, parcel.remainder) if is_counted else parcel.batch
         for _ in rounds or ():  # lets the sampler of rank 0 come to its end, as torch does
             pass
 
@@ -166,7 +167,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _parcel(self, rank: int, round_: list[Any], left: int | None, ending: Ending) -> Parcel:
         holds_batch = rank < len(round_)
-        batch, rows, remainder = round_[rank] if holds_batch else None, None, ending.remainder
+        batch, rows, remainder = round_[rank] if holds_batch else None, None, self._remainder(ending)
         if type(batch) is Counted:
             batch, rows, remainder = batch
         elif left == 0 and holds_batch:

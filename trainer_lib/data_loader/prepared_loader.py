@@ -124,7 +124,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         try:
             batches = self._read(place, ending)
             self.end_of_dataloader, self.others_read_on = False, False
-            self.remainder, self.rows = ending.remainder, None
+            self.remainder, self.rows = self._remainder(ending), None
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
         except GeneratorExit:  # the loop is left
@@ -156,7 +156,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
                 self._count_round(of_round)
                 counted = True
             elif counted:
-                self.rows, self.remainder, self.samples_in_round = None, ending.remainder, of_round
+                self.rows, self.remainder, self.samples_in_round = None, self._remainder(ending), of_round
                 counted = False
             if send is not None:
                 batch = send(batch, device, non_blocking)
@@ -179,6 +179,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             self._count_round(self.samples_in_round)
         if self.rows is None:
             self.rows = self._reader.rows_of(batch, ending.rows.get(self._reader.rank))
+
+    def _remainder(self, ending: Ending) -> int:
+        # What the end of a pass counts may be whole batches.
+        return ending.remainder if self._reader.unit == "samples" else -1
 
     def _count_round(self, whole: int | None) -> None:
         self.samples_in_round = self.remainder if whole is not None and self.remainder > 0 else whole

@@ -167,7 +167,8 @@ def with_row_counts(
         quarantine.kept = batch.kept
         is_last = ending.batches == number
         tail = ending.rows.get(rank) if is_last else None
-        yield Counted(batch.batch, _rows(batch, tail, sharing, whole_batches), ending.remainder if is_last else -1)
+        remainder = ending.remainder if is_last and not whole_batches else -1
+        yield Counted(batch.batch, _rows(batch, tail, sharing, whole_batches), remainder)
 
 
 def _rows(batch: FilteredBatch, tail: Rows | None, sharing: Sharing, whole_batches: bool) -> Rows:

@@ -12,6 +12,7 @@ from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream
 from trainer_lib.data_loader.order.loader_position import LoaderPosition
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing, completed, deal
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.lengths import length_of
 
 _CHUNK = 4096  # samples whose positions are computed at once
 _MANY = 1 << 16  # samples taken at once from a sampler that has drawn all of them
@@ -54,7 +55,7 @@ class BatchSamplerShard(BatchSampler):
         self.use_source(batch_sampler)
         self._place: tuple[int, LoaderPosition, Ending, EpochStream | None] | None = None
         self._opened: Replay | None = None
-        self._reads_for_all = self._trims = self._keeps_last = False
+        self._reads_for_all = self._trims = self._keeps_last = self._is_cut_later = False
         self._evened = num_processes
         self.sharing = self._sharing()
 
@@ -73,6 +74,14 @@ class BatchSamplerShard(BatchSampler):
     def batch_size(self) -> int | None:  # type: ignore[override]
         """The batch size of the other batch sampler, if there is one."""
         return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def full_batch(self) -> int | None:
+        """The samples in a rank's full batch, if batches are a user's and the batch sampler says how large they are."""
+        size = self.batch_size
+        if self.shares_samples or self._is_cut_later or not isinstance(size, int):
+            return None
+        return size // self.num_processes if self.split_batches else size
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
@@ -108,7 +117,7 @@ class BatchSamplerShard(BatchSampler):
 
     def fill_for(self, processes: int) -> None:
         """Fill the last round although a single rank reads it: it is cut for several ranks afterwards."""
-        self._evened = processes
+        self._evened, self._is_cut_later = processes, True
         self.sharing = self._sharing()
 
     def trim_repeats(self) -> None:
@@ -174,7 +183,7 @@ class BatchSamplerShard(BatchSampler):
             return self._opened
 
         if self.known_length is not None:
-            return self._listed(order, opened, place.consumed)
+            return self._listed(order, opened, place.consumed, ending)
         return self._replayed(opened, place.consumed, ending)
 
     @property
@@ -249,20 +258,33 @@ class BatchSamplerShard(BatchSampler):
             yield from self._cut(units, position, ending)
             return
         size = self.sharing.round_size
-        rounds = deal(lambda: units.draw(size), lambda: units.opening, self.sharing, position, ending)
+
+        def draw() -> list[Any]:
+            return self._noted(units.draw(size), ending)
+
+        rounds = deal(draw, lambda: units.opening, self.sharing, position, ending)
         for _, part, _ in rounds:
             yield part if self.shares_samples else part[0]
 
-    def _listed(self, order: ReplayedOrder, start: Callable[[], Replay], position: int) -> Iterator[Any]:
+    def _noted(self, units: list[Any], ending: Ending) -> list[Any]:
+        """Note how many samples whole batches hold, for those who count them."""
+        if ending.sizes is not None:
+            size = self.sharing.round_size
+            for first in range(0, len(units), size):
+                ending.sizes.append([length_of(unit) for unit in units[first : first + size]])
+        return units
+
+    def _listed(
+        self, order: ReplayedOrder, start: Callable[[], Replay], position: int, ending: Ending
+    ) -> Iterator[Any]:
         """Yield batches of a sampler of torch, which is drawn no further than torch draws it."""
         units = start()
         sharing, size, share = self.sharing, self.sharing.round_size, self.sharing.share
         offsets = [rank * share for rank in sharing.ranks]
         at_once = size if order.draws_on_the_way else _MANY // size * size + size
         whole_rounds = max(0, (order.length() or 0) - position) // size * size
-        while drawn := units.draw(
-            min(at_once, whole_rounds) or size
-        ):  # not to the end at once, where torch draws again
+        # Not to the end at once, where torch draws again.
+        while drawn := self._noted(units.draw(min(at_once, whole_rounds) or size), ending):
             whole = len(drawn) // size * size
             whole_rounds -= whole
             for first in range(0, whole, size):
@@ -295,6 +317,8 @@ class BatchSamplerShard(BatchSampler):
             ending.over = None if upcoming else position
             batches += len(sharing.ranks)
             rest = len(batch)
+            if ending.sizes is not None:
+                ending.sizes.append([sharing.real(rest, rank) for rank in range(self.num_processes)])
             if sharing.fill:
                 batch = completed(list(batch), list(units.opening[0]), sharing.round_size)
             for _, part in sharing.parts(batch, rest):

@@ -4,6 +4,7 @@ A unit is a sample, or a whole batch where a user's sampler or dataset makes the
 share of consecutive units; rank 0 gets the first ones.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -91,19 +92,20 @@ class Sharing:
         """
         for rank in self.ranks:
             start = rank * self.share
-            held = self.share if rest is None or not self.trims else self._held(self._real(rest, rank))
+            held = self.share if rest is None or not self.trims else self._held(self.real(rest, rank))
             part = units[start : start + held]
             if part:
                 yield rank, part
 
     def rows(self, rest: int, rank: int) -> Rows | None:
         """Return the row counts of a rank's part of a last round of `rest` units; `None` for a full batch."""
-        real = self._real(rest, rank)
+        real = self.real(rest, rank)
         if real == self.share:
             return None
         return Rows(total=self._held(real), real=real, full=self.share)
 
-    def _real(self, rest: int, rank: int) -> int:
+    def real(self, rest: int, rank: int) -> int:
+        """Return how many units of its own a rank has in a round of `rest` real units."""
         return min(max(rest - rank * self.share, 0), self.share)
 
     def _held(self, real: int) -> int:
@@ -121,6 +123,8 @@ class Ending(LightDataclass):
     over: int | None = None  # the position in the global order at which no rank has anything left
     remainder: int = -1  # the real units of the last round; 0 if it is a whole round
     rows: dict[int, Rows] = field(default_factory=dict[int, Rows])  # what the last batches of ranks hold
+    # Of the rounds of a user's batches that were drawn: the samples that each rank gets. None: nobody counts them.
+    sizes: deque[list[int | None]] | None = None
 
     def foresee(self, sharing: Sharing, batches: int, position: int, units: int) -> None:
         """Compute the end: `batches` were delivered up to `position`, and `units` are left from there on."""

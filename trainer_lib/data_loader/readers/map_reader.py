@@ -1,6 +1,7 @@
 """Reads map-style datasets, whose samples can be read in any order."""
 
 import copy
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Self
@@ -125,8 +126,15 @@ class MapReader(Reader):
         if self._keys is not None:
             self._keys.enter(seed, place.epoch)
         if not self.iterates_itself:
+            full = self._shard.full_batch if self.loader.in_order or not self.loader.num_workers else None
+            ending.sizes = None if full is None else deque()
             self._shard.enter(seed, place, ending, stream)
-            return self._without_bad(place.epoch, ending)
+            batches = self._without_bad(place.epoch, ending)
+            if full is None:
+                return batches
+            from trainer_lib.data_loader.order.batch_counts import with_sample_counts  # for few loaders
+
+            return with_sample_counts(batches, ending, self.sharing.ranks, full)
         own = Ending()
         self._shard.enter(seed, place, own, stream)
         return look_ahead(self._iterated(), ending, own, by=len(self.sharing.ranks))
