@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.data_loader.reference import Numbers, by_hand, flat, handed, read, read_all
+from tests.data_loader.reference import Numbers, Stream, by_hand, flat, handed, read, read_all
 from tests.worlds import run_world
 from trainer_lib import PartialState, StateError
 from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
@@ -293,6 +293,65 @@ def test_two_ranks_share_the_order_of_one(kind: str) -> None:
             assert flat(read(alone)) == orders[1][12:] or drop, options
 
 
+class Drawn(Sampler[int]):
+    """A user's sampler with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(8, generator=self.generator).tolist())
+
+    def __len__(self) -> int:
+        return 8
+
+
+UNLIKE: dict[str, Callable[..., DataLoader[Any]]] = {
+    "sequential": lambda **options: DataLoader(Numbers(8), **options),
+    "shuffled": lambda **options: DataLoader(Numbers(8), shuffle=True, **options),
+    "generator": lambda **options: DataLoader(
+        Numbers(8), shuffle=True, generator=torch.Generator().manual_seed(1), **options
+    ),
+    "weighted": lambda **options: DataLoader(Numbers(8), sampler=WeightedRandomSampler([0.5] * 8, 8), **options),
+    "subset": lambda **options: DataLoader(Numbers(8), sampler=SubsetRandomSampler(range(8)), **options),
+    "own": lambda **options: DataLoader(Numbers(8), sampler=Drawn(), **options),
+    "batches": lambda **options: DataLoader(
+        Numbers(8), batch_sampler=BatchSampler(Drawn(), 2, drop_last=False), **options
+    ),
+    "stream": lambda **options: DataLoader(Stream(8), **options),
+}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_generators_of_each_rank_move_as_with_the_plain_loader(workers: int) -> None:
+    def body(kind: str, prepares: bool, dispatches: bool) -> list[list[float]]:
+        rank = PartialState(cpu=True).process_index
+        loader = UNLIKE[kind](num_workers=workers)
+        if prepares:
+            loader = prepare_data_loader(loader, dispatch_batches=dispatches, put_on_device=dispatches)
+        _seed(7 + rank)
+        draws, saved = [_drawn()], {}
+        for _ in range(2):
+            for number, _ in enumerate(islice(loader, 2)):
+                draws.append(_drawn())
+                if prepares and not number:
+                    saved = loader.state_dict()  # type: ignore[attr-defined]
+        if prepares and not dispatches:
+            loader = prepare_data_loader(UNLIKE[kind](num_workers=workers))
+            loader.load_state_dict(saved)
+            _seed(7 + rank)
+            next(iter(loader))
+            assert _drawn() == draws[0], "a resume draws nothing"
+        return draws
+
+    for kind in UNLIKE:
+        plain = run_world(body, (kind, False, False), num_processes=2)
+        assert run_world(body, (kind, True, False), num_processes=2) == plain, kind
+        if kind in ("sequential", "own", "stream"):
+            assert run_world(body, (kind, True, True), num_processes=2) == plain, kind
+        assert plain[0] != plain[1]
+
+
 def test_a_rank_that_reads_alone_says_that_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -403,7 +462,7 @@ def test_the_samples_of_a_batch_are_told_without_drawing(kind: str) -> None:
     assert all(told)
 
 
-def test_a_sampler_that_draws_on_its_way_has_one_order_whatever_training_draws() -> None:
+def test_a_sampler_that_draws_on_its_way_has_one_order_whatever_training_drawn() -> None:
     class Drawing(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return (int(torch.randint(SIZE, ())) for _ in range(2000))

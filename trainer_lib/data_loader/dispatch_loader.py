@@ -115,6 +115,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _read(self, place: LoaderPosition, ending: Ending) -> Iterator[Any]:
         rounds = self._rounds(place) if self._world.rank == 0 else None
+        if rounds is None:
+            self._reader.leave_unread(place)
         received, is_end = 0, False
         while not is_end:
             parcel = self._next_parcel(rounds)

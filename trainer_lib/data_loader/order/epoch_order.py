@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainer_lib.data_loader.order.data_rng import GLOBAL_GENERATORS, RandomStream, derived_seed
 from trainer_lib.data_loader.order.epoch_start import (
@@ -123,12 +123,20 @@ class ReplayedOrder:
         if stream is not None:
             units = stream.begin(self.source)
             if self.is_torchs:  # it has drawn from the global generators all that it will
+                if self.draws_from:
+                    stream.again(self._draw_first)
                 return Replay(units, None)
             return Replay(units, remembered, stream, at_once)
         source = seeded(self.source, derived_seed(seed, epoch, "sampler"))
         if type(source) in _CONTAINED:
             return Replay(source, remembered)
         return Replay(source, remembered, RandomStream(derived_seed(seed, epoch, "order")), at_once)
+
+    def _draw_first(self) -> None:
+        source: Any = self.source
+        if iterates_as(source, "RandomSampler"):  # draws one seed, however many samples it has
+            source = RandomSampler(range(1))
+        next(iter(source), None)
 
     def replay_aside(
         self,

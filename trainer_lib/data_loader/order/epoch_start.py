@@ -68,8 +68,9 @@ class EpochStream:
 
     The first draws, in which torch's samplers draw all, start from the states in `start`. Where training's generators
     have these states, they advance, as they do with a plain loader; elsewhere (on a resume, and on a rank whose
-    generators differ from rank 0's) they stay unchanged. After `separate`, draws come from a stream of their own, so
-    that what training draws in the meantime does not change the order.
+    generators differ from rank 0's) they stay unchanged; on such a rank `again` lets them advance too. After
+    `separate`, draws come from a stream of their own, so that what training draws in the meantime does not change the
+    order.
 
     Args:
         start: The start of the epoch.
@@ -81,6 +82,7 @@ class EpochStream:
     def __init__(self, start: EpochStart, follows: bool = True) -> None:
         self.start, self._states, self._follows = start, dict(start.shared), follows
         self._outside: dict[str, Any] = {}
+        self._is_beside = False
         self._iterator: Iterator[Any] | None = None
         self._later: AbstractContextManager[Any] | None = None
 
@@ -101,7 +103,16 @@ class EpochStream:
         self._states = {name: state_of(global_generator(name)) for name in self._states}
         for name, state in self._outside.items():
             set_state(global_generator(name), state)
+        self._is_beside = "torch" in self._outside
         self._outside = {}
+
+    def again(self, draw: Callable[[], Any]) -> None:
+        """Draw once more, from training's torch generator, if the last block left it unchanged on this rank.
+
+        So it advances on each rank as it does with a plain loader, whose order would be another one there.
+        """
+        if self._is_beside and self._follows and self.start.is_new:
+            draw()
 
     def separate(self) -> None:
         """From now on, draw from a stream of its own."""

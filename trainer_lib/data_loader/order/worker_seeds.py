@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer_lib.data_loader.order.data_rng import derived_seed
-from trainer_lib.data_loader.order.epoch_start import EpochStream
+from trainer_lib.data_loader.order.epoch_start import EpochStart, EpochStream
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -45,5 +45,17 @@ def draw_worker_seed(stream: EpochStream, generator: torch.Generator | None) -> 
     drawn_from = torch.default_generator if generator is None else generator
     with stream:
         before = drawn_from.get_state()
-        torch.empty((), dtype=torch.int64).random_(generator=drawn_from)
+        _draw_seed(drawn_from)
+    if generator is None:
+        stream.again(_draw_seed)
     return before
+
+
+def draw_unread(start: EpochStart | None, generator: torch.Generator | None) -> None:
+    """Draw the seed of the workers from training's generator, on a rank for which another one reads the epoch."""
+    if start is not None and start.is_new and start.seeds_workers and generator is None:
+        _draw_seed()
+
+
+def _draw_seed(generator: torch.Generator | None = None) -> None:
+    torch.empty((), dtype=torch.int64).random_(generator=generator)

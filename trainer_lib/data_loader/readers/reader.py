@@ -25,7 +25,7 @@ from trainer_lib.data_loader.order.epoch_start import (
 )
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
-from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_worker_seed
+from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_unread, draw_worker_seed
 from trainer_lib.data_loader.worker_process import WorkerInit, make_ready
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
@@ -262,6 +262,10 @@ class Reader(ABC):
         if before is not None and as_torch:
             self._worker_seeds.take(before)
         return stream
+
+    def leave_unread(self, place: LoaderPosition) -> None:
+        """Draw from training's generators what torch draws at the start of an epoch, which another rank reads."""
+        draw_unread(place.start, self.users_generator)
 
     @abstractmethod
     def samples(
