@@ -1,5 +1,7 @@
 """Accumulation: windows equal one big batch, in any order of the verbs, on one process and several."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -209,3 +211,47 @@ def test_gradient_of_ones_own_is_divided_like_the_loss() -> None:
             accelerator.backward(loss, gradient=gradient)
             optimizer.step()
     toy.assert_same(toy.gradients(network), toy.mean_gradients(list(range(8))))
+
+
+def _steps(accelerator: Accelerator, network: torch.nn.Module, micro_batches: int) -> list[tuple[int, bool]]:
+    seen: list[tuple[int, bool]] = []
+    for _ in range(micro_batches):
+        with accelerator.accumulate(network):
+            seen.append((accelerator.step, accelerator.sync_gradients))
+    return seen
+
+
+def test_step_counts_micro_batches_and_moves_the_end_of_the_window(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    network, optimizer = accelerator.prepare(plain := toy.model(), torch.optim.SGD(plain.parameters(), lr=0.0))
+    assert accelerator.step == 0
+    assert _steps(accelerator, network, 4) == [(1, False), (2, False), (3, True), (4, False)]
+    accelerator.step = 8  # in the middle of a window
+    assert _steps(accelerator, network, 2) == [(9, True), (10, False)]
+    accelerator.step = 0
+    assert _steps(accelerator, network, 3) == [(1, False), (2, False), (3, True)]
+    accelerator.step = 4
+    accelerator.save_state(tmp_path / "saved")
+    assert _steps(accelerator, network, 2) == [(5, False), (6, True)]
+    accelerator.load_state(tmp_path / "saved")
+    assert _steps(accelerator, network, 3) == [(5, False), (6, True), (7, False)]
+    with pytest.raises(ConfigurationError, match="step must be a whole number of at least 0, got -1"):
+        accelerator.step = -1
+    accelerator.step = 1
+    inputs, targets, _ = toy.data()
+    for start in (0, 4):
+        with accelerator.accumulate(network):
+            accelerator.backward(toy.losses(network, inputs[start : start + 4], targets[start : start + 4]).mean())
+            optimizer.step()  # each loss counts as a third, as in a whole window
+    assert accelerator.sync_gradients
+    toy.assert_same(toy.gradients(network), [gradient * 2 / 3 for gradient in toy.mean_gradients(list(range(8)))])
+
+
+def test_step_starts_again_after_a_window_that_the_end_of_the_data_cuts_short() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network, loader = accelerator.prepare(toy.model(), _loader(samples=12, batch_size=4))
+    seen: list[tuple[int, bool]] = []
+    for _ in range(2):
+        for _ in loader:
+            seen += _steps(accelerator, network, 1)
+    assert seen == [(1, False), (2, True), (0, True)] * 2

@@ -304,6 +304,26 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.gradient_state.sync_gradients = sync_gradients
 
     @property
+    def step(self) -> int:
+        """The micro-batches of `accumulate` so far: `step % gradient_accumulation_steps` are in the current window.
+
+        It starts at 0 again where the end of the data cuts a window short. A value that you set moves the end of the
+        current window; gradients stay as they are.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+            >>> accelerator.step = 3
+            >>> with accelerator.accumulate():
+            ...     print(accelerator.step, accelerator.sync_gradients)
+            4 True
+        """
+        return self.window.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.window.step = step
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """How many micro-batches make one update."""
         return self.gradient_state.num_steps

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.options.base import check_count
 
 if TYPE_CHECKING:
     from trainer_lib.state.gradient_state import GradientState
@@ -27,8 +28,11 @@ _COUNTS = (
     "is_fresh",
     "_is_counted",
     "_backwards_before",
+    "_first_step",
+    "_phase",
 )
 _EARLIER_NAMES = {"micro_batches": "size"}  # in checkpoints of earlier versions
+_LATER_COUNTS = ("_first_step", "_phase")  # that checkpoints of earlier versions do not have
 
 
 def nan_if_negative(weight: Tensor) -> Tensor:
@@ -118,10 +122,28 @@ class GradientWindow:
         self._inside = False
         self._is_counted = False  # by `accumulate`; otherwise the script counts, and divides its losses itself
         self._backwards_before = 0
+        self._first_step = 0  # the micro-batch from which `step` counts
+        self._phase = 0  # the micro-batches that count into the first window of each set of models
         self._counts: dict[Any, int] = {}
         self._beginnings: dict[Any, int] = {}
         self._shares: dict[tuple[Hashable, ...], Share] = {}
         self._nominal: tuple[Any, int, float] = (None, 0, 1.0)  # of a loader and a number of micro-batches
+
+    @property
+    def step(self) -> int:
+        """The micro-batches of `accumulate` since the last window that the end of the data cut short.
+
+        A value that you set counts as so many micro-batches: the current window has the rest of the division by
+        `num_steps`. Gradients stay as they are.
+        """
+        return self.micro_batch - self._first_step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        check_count("step", step, at_least=0)
+        self._first_step = self.micro_batch - step
+        self._phase = step % self.state.num_steps
+        self._counts.clear()
 
     def state_dict(self, models: Sequence[Any], optimizers: Sequence[Hashable]) -> dict[str, Any]:
         """Return the state of the window, with models and optimizers as indices into the lists."""
@@ -134,7 +156,8 @@ class GradientWindow:
         """Restore the state from `state_dict`."""
         self.reset()
         for name in _COUNTS:
-            setattr(self, name, state[_EARLIER_NAMES[name] if name not in state else name])
+            if name in state or name not in _LATER_COUNTS:
+                setattr(self, name, state[_EARLIER_NAMES[name] if name not in state else name])
         self.state.sync_gradients = state["syncs"]
         for indices, size, began in state["windows"]:
             key = tuple(models[index] for index in indices)
@@ -149,15 +172,15 @@ class GradientWindow:
         Each set of models has its own window, so two sets that take turns on the same batches do not count twice.
         """
         state, plugin, counts = self.state, self.state.plugin, self._counts
-        size = counts.get(models, 0) + 1
+        size = counts.get(models, self._phase) + 1
         self.micro_batch += 1
-        if size == 1:
+        if size == 1 or models not in counts:
             self._beginnings[models] = self.micro_batch
             self.steps = plugin.num_steps or 1
             self.is_fresh = not any(counts.values())
         else:
             self.is_fresh = False
-            if size == 2 and self.on_second_micro_batch is not None:
+            if self.on_second_micro_batch is not None and (size == 2 or self._phase):
                 self.on_second_micro_batch()
         last = size >= (plugin.num_steps or 1) or (
             plugin.sync_with_dataloader
@@ -166,6 +189,10 @@ class GradientWindow:
         )
         state.sync_gradients = last
         counts[models] = 0 if last else size
+        if last:
+            self._phase = 0
+            if size < (plugin.num_steps or 1):
+                self._first_step = self.micro_batch
         self.micro_batches, self.began = size, self._beginnings[models]
         self._inside = self._is_counted = True
         self._backwards_before = self.backwards
