@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -87,9 +88,11 @@ def test_prepared_objects_come_back_as_they_are(everywhere: Any) -> None:
 
 
 def test_objects_of_another_accelerator_are_refused() -> None:
-    optimizer = Accelerator(cpu=True).prepare(_parts()[1])
+    other = Accelerator(cpu=True)
+    optimizer = other.prepare(_parts()[1])
     with pytest.raises(PreparationError, match="prepared already"):
         Accelerator(cpu=True).prepare(optimizer)
+    assert other.prepared.holds(optimizer)
 
 
 def test_one_call_with_the_same_object_twice_is_refused() -> None:
@@ -244,10 +247,9 @@ def _prepare_again_after_free_memory(rank: int, size: int) -> tuple[list[torch.T
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     loader = DataLoader(TensorDataset(*toy.data()[:2]), batch_size=4 // size)
-    before: list[Any] = []
     parts: list[Any] = [network, optimizer, schedule, loader]
     for _ in range(2):
-        before, parts = parts, accelerator.prepare(*parts)
+        parts = accelerator.prepare(*parts)
         model, optimizer, schedule, loader = parts
         assert model is network or model.module is network
         for inputs, targets in islice(loader, 3):  # the third one begins a window that does not end
@@ -258,7 +260,6 @@ def _prepare_again_after_free_memory(rank: int, size: int) -> tuple[list[torch.T
                 optimizer.zero_grad()
         accelerator.free_memory()
         assert (accelerator._models, accelerator._optimizers, accelerator._schedulers) == ([], [], [])
-    assert parts[1:] == before[1:]
     return toy.parameters(network), optimizer.param_groups[0]["lr"]
 
 
@@ -267,6 +268,58 @@ def test_what_free_memory_released_is_prepared_again(everywhere: Any) -> None:
     for result in everywhere(_prepare_again_after_free_memory):
         assert result[1] == rate
         torch.testing.assert_close(result[0], weights, rtol=1e-6, atol=1e-7)
+
+
+def _train(accelerator: Accelerator, parts: Any, micro_batches: int) -> Any:
+    model, optimizer, schedule, loader = parts = accelerator.prepare(*parts)
+    for inputs, targets in islice(loader, micro_batches):
+        with accelerator.accumulate(model):
+            accelerator.backward(toy.losses(model, inputs, targets).mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return parts
+
+
+def _continue_with_others(frees: bool) -> Callable[[int, int], tuple[list[torch.Tensor], float]]:
+    def body(rank: int, size: int) -> tuple[list[torch.Tensor], float]:
+        network = toy.model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        parts: Any = [network, optimizer, schedule, DataLoader(TensorDataset(*toy.data()[:2]), batch_size=4 // size)]
+        settings: list[tuple[dict[str, Any], int]] = [
+            ({"mixed_precision": "bf16"}, 0),
+            ({"gradient_accumulation_steps": 2}, 2),
+            ({}, 1),
+        ]
+        for options, micro_batches in settings:
+            accelerator = Accelerator(cpu=True, **options)
+            parts = _train(accelerator, parts, micro_batches)
+            assert parts[0] is network or parts[0].module is network
+            assert parts[2].optimizers == accelerator._optimizers == [parts[1]]
+            if frees:
+                accelerator.free_memory()
+            del accelerator
+        assert parts[3].state_dict()["epoch"] == 1
+        return toy.parameters(network), parts[2].get_last_lr()[0]
+
+    return body
+
+
+@pytest.mark.parametrize("frees", [True, False], ids=["freed", "gone"])
+def test_another_accelerator_continues_with_what_an_earlier_one_prepared(everywhere: Any, frees: bool) -> None:
+    network = toy.model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    inputs, targets, _ = toy.data()
+    for samples in (8, 4):
+        toy.losses(network, inputs[:samples], targets[:samples]).mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    for weights, rate in everywhere(_continue_with_others(frees)):
+        assert rate == schedule.get_last_lr()[0]
+        torch.testing.assert_close(weights, toy.parameters(network), rtol=1e-6, atol=1e-7)
 
 
 def test_a_released_wrapper_is_refused_once_its_optimizer_is_prepared() -> None:

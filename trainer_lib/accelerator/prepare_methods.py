@@ -111,7 +111,7 @@ class PrepareMethods(CollectiveMethods):
             from trainer_lib.accelerator.megatron_lm.loaders import with_datasets
 
             args = with_datasets(self, megatron_lm, args)
-        self.prepared.check_new(args)
+        self.prepared.check_new(map(self.prepared.user_object, args))
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
         if any(isinstance(value, MegatronLMDummyScheduler) for value in prepared):
@@ -148,9 +148,8 @@ class PrepareMethods(CollectiveMethods):
         """
         if self.prepared.holds(model):
             return model
+        model = self.prepared.user_object(model)
         self.prepared.check_new([model])
-        if self.prepared.was_released(model):
-            model = self.strategy.unwrap(model)
         is_spread = self.verify_device_map(model) or any(map(has_offloaded_params, model.modules()))
         if is_spread and self.use_distributed:
             raise PreparationError(
@@ -186,22 +185,20 @@ class PrepareMethods(CollectiveMethods):
         # Compile the user's model inside DDP: torch splits its graph at DDP's buckets there too, and DDP's own
         # Python, which does not compile, stays out of the graph.
         compile_model(self.strategy.unwrap(model), self.state.dynamo_plugin)
-        self.prepared.models.append(model)
+        self.prepared.add_model(model)
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Wrap an optimizer so that it steps once per accumulation window."""
         if isinstance(optimizer, AcceleratedOptimizer) and self.prepared.holds(optimizer):
             return optimizer
-        self.prepared.check_new([optimizer])
-        if isinstance(optimizer, AcceleratedOptimizer) and self.prepared.was_released(optimizer):
-            self.strategy.rebind_parameters(optimizer.optimizer)
-            optimizer.attach()
-            optimizer.load_round_state([self.window.backwards, 0, 0])
-            self.prepared.optimizers.append(optimizer)
-            return optimizer
+        users = self.prepared.user_object(optimizer)
+        self.prepared.check_new([users])
+        if isinstance(optimizer, AcceleratedOptimizer):  # one that was released
+            optimizer.detach()
+            optimizer.restart_window()
         place = self.device_placement if device_placement is None else device_placement
-        optimizer = self.strategy.wrap_optimizer(optimizer)
+        optimizer = self.strategy.wrap_optimizer(users)
         self.strategy.rebind_parameters(optimizer)
         kind: Callable[..., AcceleratedOptimizer] = AcceleratedOptimizer
         if self.state.deepspeed_plugin is not None:
@@ -222,7 +219,7 @@ class PrepareMethods(CollectiveMethods):
 
             kind = partial(OptimizerInBackward, strategy=self.strategy)
         prepared: AcceleratedOptimizer = kind(optimizer, place, precision=self.precision, window=self.window)
-        self.prepared.optimizers.append(prepared)
+        self.prepared.add_optimizer(prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
@@ -241,10 +238,8 @@ class PrepareMethods(CollectiveMethods):
         """Wrap a schedule like `prepare_scheduler`, without its warning for scripts written for Accelerate."""
         if isinstance(scheduler, AcceleratedScheduler) and self.prepared.holds(scheduler):
             return scheduler
+        scheduler = self.prepared.user_object(scheduler)
         self.prepared.check_new([scheduler])
-        if isinstance(scheduler, AcceleratedScheduler) and self.prepared.was_released(scheduler):
-            self.prepared.schedulers.append(scheduler)
-            return scheduler
         prepared = AcceleratedScheduler(
             scheduler,
             self.prepared.optimizers_of(scheduler),
@@ -252,7 +247,7 @@ class PrepareMethods(CollectiveMethods):
             self.split_batches,
             once_per_process=self.scheduler_steps_per_process,
         )
-        self.prepared.schedulers.append(prepared)
+        self.prepared.add_scheduler(prepared)
         return prepared
 
     def prepare_data_loader(
@@ -263,10 +258,8 @@ class PrepareMethods(CollectiveMethods):
 
         if self.prepared.holds(data_loader):
             return data_loader
+        released, data_loader = data_loader, self.prepared.user_object(data_loader)
         self.prepared.check_new([data_loader])
-        if self.prepared.was_released(data_loader):
-            self.prepared.dataloaders.append(data_loader)
-            return data_loader
         config, megatron_lm = self.dataloader_config, self.state.megatron_lm_plugin
         whole = data_loader
         if megatron_lm is not None:
@@ -291,7 +284,9 @@ class PrepareMethods(CollectiveMethods):
             seed_each_sample=config.seed_each_sample,
             low_memory_shuffle=config.low_memory_shuffle,
         )
-        self.prepared.dataloaders.append(prepared)
+        if released is not data_loader:
+            prepared.continue_from(cast(Any, released), keep_seed=config.data_seed is None)
+        self.prepared.add_dataloader(prepared, data_loader)
         if megatron_lm is not None and data_loader.batch_size is not None:
             replicas = 1 if config.split_batches else self.data_group.size
             megatron_lm.count_batches(data_loader.batch_size, replicas)

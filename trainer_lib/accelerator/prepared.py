@@ -1,9 +1,9 @@
 """The objects that an `Accelerator` has prepared, in the order of their preparation."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +15,11 @@ from trainer_lib.modules.names import class_name
 from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.strategies import Strategy
+
+_KINDS = (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler)
+
+# Of each wrapper: who prepared it, and how to get the user's object.
+_wrappers: "WeakKeyDictionary[Any, tuple[ref[Prepared], Callable[[Any], Any]]]" = WeakKeyDictionary()
 
 
 class Prepared:
@@ -32,13 +37,9 @@ class Prepared:
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[Any] = []
         self.custom_objects: list[Any] = []
-        self._released: WeakSet[Any] = WeakSet()  # wrappers that a script still holds after free_memory()
 
     def clear(self) -> None:
         """Forget all objects, so that they can be prepared again."""
-        # A wrapper of DeepSpeed's leads to an engine that ends here.
-        self._released.update(o for o in self.optimizers if not isinstance(o, DeepSpeedOptimizerWrapper))
-        self._released.update((*self.models, *self.schedulers, *self.dataloaders))
         self.keep_models()
         self.models.clear()
 
@@ -70,10 +71,36 @@ class Prepared:
         """Whether `prepare` returned this object."""
         return any(value is prepared for prepared in self._objects())
 
-    def was_released(self, value: Any) -> bool:
-        """Whether `prepare` returned this object before everything was released, so that it can be prepared again."""
-        is_kind = isinstance(value, (nn.Module, AcceleratedOptimizer, AcceleratedScheduler, DataLoader))
-        return is_kind and value in self._released
+    def add_model(self, model: nn.Module) -> None:
+        """Take a prepared model."""
+        self.models.append(model)
+        if self._unwrap(model) is not model:
+            self._remember(model, self._unwrap)
+
+    def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
+        """Take a prepared optimizer."""
+        self.optimizers.append(optimizer)
+        # A wrapper of DeepSpeed's leads to an engine that ends with its Accelerator.
+        if not isinstance(optimizer, DeepSpeedOptimizerWrapper):
+            self._remember(optimizer, _wrapped)
+
+    def add_scheduler(self, scheduler: AcceleratedScheduler) -> None:
+        """Take a prepared schedule."""
+        self.schedulers.append(scheduler)
+        self._remember(scheduler, _wrapped)
+
+    def add_dataloader(self, loader: Any, users: DataLoader[Any]) -> None:
+        """Take a prepared loader, made around the user's."""
+        self.dataloaders.append(loader)
+        self._remember(loader, lambda _: users)
+
+    def user_object(self, value: Any) -> Any:
+        """Return the user's object inside a wrapper that was released or whose Accelerator is gone, else the value."""
+        if not isinstance(value, _KINDS) or value not in _wrappers:
+            return value
+        owner, unwrap = _wrappers[value]
+        prepared = owner()
+        return value if prepared is not None and prepared.holds(value) else unwrap(value)
 
     def check_new(self, values: Iterable[Any]) -> None:
         """Raise if one of the values is inside a prepared one, given twice, or prepared by another Accelerator."""
@@ -82,16 +109,12 @@ class Prepared:
         for value in values:
             if self.holds(value):
                 continue
-            is_kind = isinstance(value, (nn.Module, Optimizer, DataLoader, LRScheduler, AcceleratedScheduler))
-            was_released = self.was_released(value)
-            own = self._inside(value) if was_released else value
-            is_foreign = not was_released and _is_prepared(value)
-            if is_kind and (id(own) in known or id(own) in seen or is_foreign):
+            if isinstance(value, _KINDS) and (id(value) in known or id(value) in seen or _is_prepared(value)):
                 raise PreparationError(
                     f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
                     "or call free_memory() before you prepare it again."
                 )
-            seen.add(id(own))
+            seen.add(id(value))
 
     def check_models_of(self, optimizers: Iterable[AcceleratedOptimizer], all_parameters: bool) -> None:
         """Raise if optimizers train parameters that are in no prepared model.
@@ -117,11 +140,12 @@ class Prepared:
     def optimizers_of(self, scheduler: Any) -> Sequence[AcceleratedOptimizer]:
         """Return the optimizers that a schedule follows: its own one, or all if that is not prepared."""
         own = getattr(scheduler, "optimizer", None)
+        own = own.optimizer if isinstance(own, AcceleratedOptimizer) else own
         # The list itself: an optimizer may be prepared after its schedule.
         return [
             optimizer
             for optimizer in self.optimizers
-            if own in (optimizer, optimizer.optimizer, getattr(optimizer.optimizer, "optimizer", None))
+            if own in (optimizer.optimizer, getattr(optimizer.optimizer, "optimizer", None))
         ] or self.optimizers
 
     def finalize_gradients_of(self, parameters: Sequence[Tensor]) -> None:
@@ -137,6 +161,9 @@ class Prepared:
     def _detach_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.detach()
+
+    def _remember(self, wrapper: Any, unwrap: Callable[[Any], Any]) -> None:
+        _wrappers[wrapper] = ref(self), unwrap
 
     def _inside(self, value: Any) -> Any:
         """Return the user's object inside a prepared one."""

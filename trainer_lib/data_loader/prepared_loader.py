@@ -485,6 +485,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         other.__dict__.update({**self.__dict__, **skipping})
         return other
 
+    def continue_from(self, other: "PreparedLoader", keep_seed: bool = True) -> None:
+        """Read next what another prepared loader around the same user's loader would read; they share their passes.
+
+        Args:
+            other: The other loader.
+            keep_seed: Take its seed too, for an order that is a function of seed and epoch.
+        """
+        self._progress, self._skip_batches, self._skip_is_due = (
+            other._progress,
+            other._skip_batches,
+            other._skip_is_due,
+        )
+        if keep_seed:
+            self._seed = other._seed
+
     # -- the interface of a DataLoader ---------------------------------------------------------------------------
 
     def __len__(self) -> int:

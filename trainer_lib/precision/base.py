@@ -11,6 +11,7 @@ from torch.autograd.graph import _engine_run_backward as _run_backward  # pyrigh
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
 
+from trainer_lib.modules.forwards import unwrap_forward
 from trainer_lib.options.precision_options import AutocastKwargs
 
 
@@ -39,6 +40,7 @@ class FullPrecision:
 
     def wrap_forward(self, model: nn.Module) -> None:
         """Run the model's forward in the context of `autocast`, and convert its outputs to fp32."""
+        unwrap_forward(model)  # an earlier Accelerator may have wrapped it
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """Undo `wrap_forward`."""

@@ -1,8 +1,10 @@
 """Clipping before each step of an optimizer, as Megatron-LM's optimizers do."""
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.accumulation_window import GradientWindow
@@ -10,6 +12,8 @@ from trainer_lib.strategies import Strategy
 
 if TYPE_CHECKING:
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
+
+_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def step_as_megatron_lm(
@@ -32,4 +36,7 @@ def step_as_megatron_lm(
             parameters = [parameter for group in stepped.param_groups for parameter in group["params"]]
             plugin.grad_norm = strategy.clip_grad_norm(parameters, plugin.gradient_clipping, 2.0)
 
-    optimizer.register_step_pre_hook(before_step)
+    earlier = _hooks.pop(optimizer, None)  # of a preparation before free_memory()
+    if earlier is not None:
+        earlier.remove()
+    _hooks[optimizer] = optimizer.register_step_pre_hook(before_step)
