@@ -11,6 +11,7 @@ from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.pytree import send_to_device
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.precision.scaler import ScaledAutocast
+from trainer_lib.state.accelerator_state import AcceleratorState
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.state.gradient_state import GradientState
 from trainer_lib.strategies.clip_grad_norm import multiply
@@ -54,6 +55,7 @@ class AcceleratedOptimizer(Optimizer):
         )
         self.window: GradientWindow = window or GradientWindow(GradientState())
         self.scaler: Any = self.precision.scaler
+        self.device_placement = device_placement
         self._gradients_are_final = False
         self._backwards_at_step = self.window.backwards
         self._stepped_in = 0  # the micro-batch of the last call of step
@@ -94,6 +96,11 @@ class AcceleratedOptimizer(Optimizer):
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation, which says whether the current micro-batch updates."""
         return self.window.state
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The rank, the device and the precision."""
+        return AcceleratorState()
 
     @property
     def step_was_skipped(self) -> bool:

@@ -151,8 +151,12 @@ def _trigger() -> list[bool]:
     seen = [accelerator.check_trigger()]
     if accelerator.is_last_process:
         accelerator.set_trigger()
+    assert (accelerator.flag_tensor is None) != accelerator.is_last_process
+    seen += [accelerator.check_trigger(), accelerator.check_trigger()]
+    if accelerator.is_main_process:
+        accelerator.flag_tensor = torch.tensor(1)
     return [*seen, accelerator.check_trigger(), accelerator.check_trigger()]
 
 
 def test_one_process_triggers_all() -> None:
-    assert run_world(_trigger, (), 2, timeout=60) == [[False, True, False]] * 2
+    assert run_world(_trigger, (), 2, timeout=60) == [[False, True, False, True, False]] * 2

@@ -185,7 +185,13 @@ def converted(model: nn.Module) -> list[str]:
 
 @needs_torchao
 def test_without_fp8_the_backend_is_that_of_accelerate() -> None:
-    assert Accelerator(cpu=True).fp8_backend == FP8BackendType.NO
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.fp8_backend == FP8BackendType.NO
+    assert (accelerator.fp8_enabled, accelerator.fp8_recipe_handler, accelerator.has_fp8_handler) == (
+        False,
+        None,
+        False,
+    )
 
 
 def test_the_first_and_last_layers_and_odd_sizes_stay_and_names_are_kept() -> None:
@@ -196,6 +202,7 @@ def test_the_first_and_last_layers_and_odd_sizes_stay_and_names_are_kept() -> No
     prepared = accelerator.prepare(model[:6])
     assert converted(model) == ["1.0", "4.0"], "0.0 and 5 are the ends, 2.0 and 3.0 have 20 rows or columns"
     assert (accelerator.fp8_backend, accelerator.mixed_precision) == ("AO", "fp8")
+    assert accelerator.fp8_enabled
     assert prepared(torch.ones(2, 32)).dtype is torch.float32
     assert list(model.state_dict()) == before
     assert all(parameter is weights[name] for name, parameter in model.named_parameters())

@@ -197,3 +197,13 @@ def test_steps_of_others_call_nothing_once_an_accelerator_is_gone(plugin: Any) -
     del accelerator, model
     assert optimizer_hooks() == hooks
     assert weights
+
+
+def test_scripts_read_the_state_and_the_placement_of_a_prepared_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(toy.model().parameters(), lr=0.1)
+    prepared = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    assert not prepared.device_placement
+    assert prepared.accelerator_state.device == accelerator.device
+    assert accelerator.state._cpu
+    assert accelerator.profile_handler is None

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from trainer_lib.context_parallel.sequence_split import SequenceSplit
     from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+    from trainer_lib.options.fp8_options import FP8Recipe
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
     from trainer_lib.precision.base import FullPrecision
     from trainer_lib.tracking.base import GeneralTracker
@@ -203,7 +204,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         )
         construction.warn_of_fp8_gather(self.precision, self.state.fsdp_plugin)
         self.sequence_split: SequenceSplit = sequence_split(self.state.parallelism_config, self.device.type)
-        self.profile_handler: ProfileKwargs = handlers.get(ProfileKwargs) or ProfileKwargs()
+        self.profile_handler: ProfileKwargs | None = handlers.get(ProfileKwargs)
         self._profiling = Profiling(self.group)
         self.memory_options: MemoryKwargs = handlers.get(MemoryKwargs) or MemoryKwargs()
         construction.check_memory(self.memory_options, self.state)
@@ -281,6 +282,21 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def init_handler(self) -> InitProcessGroupKwargs | None:
         """The options of the process group in `kwargs_handlers`, if you gave them."""
         return self._handlers.get(InitProcessGroupKwargs)
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether prepared models compute in fp8."""
+        return self.precision.fp8_backend is not None
+
+    @property
+    def fp8_recipe_handler(self) -> "FP8Recipe | None":
+        """The options of fp8 in `kwargs_handlers`, if you gave them."""
+        return self._handlers.fp8_recipe()
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether `kwargs_handlers` has options of fp8."""
+        return self.fp8_recipe_handler is not None
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -549,7 +565,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             >>> "aten::matmul" in profiler.key_averages().table()
             True
         """
-        return self._profiling.block(profile_handler or self.profile_handler)
+        return self._profiling.block(profile_handler or self.profile_handler or ProfileKwargs())
 
     # -- the end -------------------------------------------------------------------------------------------------
 

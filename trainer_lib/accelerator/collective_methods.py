@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer_lib import collectives
 from trainer_lib.options.enums import DistributedType
@@ -18,7 +19,7 @@ class CollectiveMethods(ProcessControl):
 
     state: AcceleratorState
     gradient_state: GradientState
-    _trigger: bool = False
+    flag_tensor: Tensor | None = None  # set: the trigger of this rank
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +159,7 @@ class CollectiveMethods(ProcessControl):
             >>> accelerator.check_trigger(), accelerator.check_trigger()
             (True, False)
         """
-        self._trigger = True
+        self.flag_tensor = torch.tensor(1, dtype=torch.int32, device=self.device)
 
     def _mesh_index(self, dimension: str) -> int:
         mesh = self.torch_device_mesh
@@ -166,6 +167,8 @@ class CollectiveMethods(ProcessControl):
 
     def check_trigger(self) -> bool:
         """Whether any rank called `set_trigger` since the last check. All ranks call it."""
-        flag = torch.tensor(int(self._trigger), dtype=torch.int32, device=self.device)
-        self._trigger = False
+        flag = torch.zeros((), dtype=torch.int32, device=self.device)
+        if self.flag_tensor is not None:
+            flag += self.flag_tensor
+        self.flag_tensor = None
         return bool(self.group.all_reduce(flag, "max").item())

@@ -44,6 +44,7 @@ class PartialState(ProcessControl):
     group: ProcessGroup
     data_group: ProcessGroup
     first_readers: range
+    _cpu: bool
     _parts: list[range]
     has_left: bool
     launcher: str | None
@@ -170,6 +171,7 @@ class PartialState(ProcessControl):
                 group = adopted
             else:
                 group = LoneProcess() if world is None else process_group.form(world, device, options)
+        self._cpu = cpu or environment.cpu_requested()  # the name that scripts read
         self.debug = environment.debug_mode()
         self.fork_launched = environment.launched_by_fork()
         self.launcher = launcher
