@@ -37,7 +37,7 @@ from trainer_lib.modules.device_placement import (
 )
 from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_weights
 from trainer_lib.modules.init_on_device import init_on_device as init_on_device
-from trainer_lib.modules.ties import find_tied_parameters, retie_by_device
+from trainer_lib.modules.ties import TiedTensors, retie_by_device
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.methods import quantization_method, single_device
@@ -101,6 +101,35 @@ def dispatch_model(
         >>> model[1].weight.device, model(torch.ones(1, 2)).shape
         (device(type='meta'), torch.Size([1, 1]))
     """
+    return _dispatch(
+        model,
+        device_map,
+        TiedTensors(model),
+        main_device=main_device,
+        state_dict=state_dict,
+        offload_dir=offload_dir,
+        offload_index=offload_index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    tied: TiedTensors,
+    *,
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
     placed = read_device_map(device_map)
     check_device_map(model, placed)
     _refuse_dispatched(model)
@@ -116,7 +145,6 @@ def dispatch_model(
         vars(model)["hf_device_map"] = dict(device_map)
         return model
     weights = _offloaded_weights(model, offloaded, devices, state_dict, offload_dir, offload_index, offload_buffers)
-    ties = find_tied_parameters(model)
     attach_align_device_hook_on_blocks(
         model,
         {name: main if name in offloaded else device for name, device in devices.items()},
@@ -125,8 +153,9 @@ def dispatch_model(
         offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
+        ties=tied,
     )
-    retie_by_device(model, ties)
+    retie_by_device(model, tied.groups)
     vars(model).update(hf_device_map=dict(device_map), **{name: RefusedMove(model, name) for name in _MOVES})
     return model
 
@@ -259,13 +288,15 @@ def load_checkpoint_and_dispatch(
         )
         return model
     refuse_distributed(full_state_dict, broadcast_from_rank0, True, model)
+    tied = TiedTensors(model)
     index = load_by_map(
         model, checkpoint, device_map, offload_folder, method.dtype, strict, method.keep_in_fp32, offload_buffers
     )
     _check_complete(model, index, device_map, checkpoint)
-    return dispatch_model(
+    return _dispatch(
         model,
         device_map,
+        tied,
         offload_dir=offload_folder,
         offload_index=index,
         offload_buffers=offload_buffers,

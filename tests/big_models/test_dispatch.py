@@ -26,8 +26,9 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, StateError, UnsupportedError
-from trainer_lib.hooks import remove_hook_from_submodules
+from trainer_lib.hooks import remove_hook_from_module, remove_hook_from_submodules
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
+from trainer_lib.modules.ties import TiedTensors
 from trainer_lib.utils.modeling import (
     align_module_device,
     compute_module_sizes,
@@ -619,3 +620,71 @@ def test_an_unknown_way_of_inferring_a_map_is_refused(tmp_path: Path) -> None:
         load_checkpoint_and_dispatch(nn.Linear(1, 1), tmp_path, device_map="automatic")
     with pytest.raises(ConfigurationError, match=r"'cpu'.*For one device, give a dict such as \{'': 'cpu'\}"):
         load_checkpoint_and_dispatch(nn.Linear(1, 1), tmp_path, device_map="cpu")
+
+
+class _Ties(nn.Module):
+    """Two weights and two buffers that are one each, in different modules, and a layer with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.again = self.layer
+        self.head.weight = self.embedding.weight
+        for module in (self.embedding, self.head):
+            module.register_buffer("scale", torch.full((4,), 2.0))
+        self.head.scale = self.embedding.scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.again(self.layer(self.embedding(inputs)))) * self.head.scale
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    return TiedTensors(model).groups
+
+
+def _load_mixed(model: nn.Module, folder: Path) -> nn.Module:
+    torch.save(model.state_dict(), folder / "weights.bin")
+    with init_empty_weights():
+        empty = type(model)()
+    places = {"": "disk", "embedding": "cpu"}
+    return load_checkpoint_and_dispatch(
+        empty, folder / "weights.bin", places, offload_folder=folder, offload_buffers=True
+    )
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        lambda model, folder: cpu_offload(model, offload_buffers=True),
+        lambda model, folder: disk_offload(model, folder, offload_buffers=True),
+        lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder, offload_buffers=True),
+        lambda model, folder: dispatch_model(
+            model, {"embedding": "cpu", "": "disk"}, offload_dir=folder, offload_buffers=True
+        ),
+        _load_mixed,
+        lambda model, folder: copy.deepcopy(cpu_offload(model, offload_buffers=True)),
+    ],
+    ids=["cpu_offload", "disk_offload", "disk", "mixed", "loaded", "copy"],
+)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_tied_weights_and_buffers_are_tied_again_once_hooks_are_removed(
+    offload: Callable[[nn.Module, Path], nn.Module], one_by_one: bool, tmp_path: Path
+) -> None:
+    model, inputs = _Ties(), torch.rand(2, 4)
+    names, expected = _tied_names(model), model(inputs).detach()
+    offloaded = offload(model, tmp_path)
+    if one_by_one:
+        for module in offloaded.modules():
+            remove_hook_from_module(module)
+    else:
+        remove_hook_from_submodules(offloaded)
+    assert _tied_names(offloaded) == names
+    assert torch.equal(offloaded(inputs), expected)
+
+
+def test_a_weight_that_has_other_values_by_now_is_not_tied_again(tmp_path: Path) -> None:
+    model = dispatch_model(_Ties(), {"embedding": "cpu", "": "disk"}, offload_dir=tmp_path)
+    model.embedding.weight = nn.Parameter(torch.zeros(4, 4))
+    remove_hook_from_submodules(model)
+    assert model.head.weight is not model.embedding.weight
+    assert model.head.weight.any()

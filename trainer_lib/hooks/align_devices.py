@@ -14,6 +14,7 @@ from trainer_lib.modules.device_placement import Device, set_module_tensor_to_de
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
 from trainer_lib.modules.tensor_sizes import named_module_tensors
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.modules.ties import TiedTensors
 
 
 class AlignDevicesHook(ModelHook):
@@ -49,6 +50,7 @@ class AlignDevicesHook(ModelHook):
         *,
         prefetcher: WeightPrefetcher | None = None,
         name: str = "",
+        ties: TiedTensors | None = None,
     ) -> None:
         self.execution_device = execution_device
         self.offload = offload
@@ -60,7 +62,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self._device = None if execution_device is None else torch.device(execution_device)
-        self._prefetcher, self._name = prefetcher, name
+        self._prefetcher, self._name, self._ties = prefetcher, name, ties
         self._offloaded: list[str] = []
         self._kept: dict[str, Tensor] = {}  # what is in the module between forwards, on the meta device
         self._devices: dict[str, torch.device] = {}
@@ -127,7 +129,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put the weights back into the module, where they were before."""
+        """Put the weights back into the module, where they were before; those that were tied are one again."""
         for name in self._offloaded:
             device = torch.device("cpu") if self._devices[name].type == "meta" else self._devices[name]
             weights = self.weights_map or {}
@@ -135,8 +137,14 @@ class AlignDevicesHook(ModelHook):
                 found = {part: weights[part] for part in weights if part == name or weight_of(part) == name}
                 _put(module, name, self._fetched(module, name, found, False).to(device))
             else:
-                set_module_tensor_to_device(module, name, device, value=weights[name])
+                self._restore(module, name, device, weights[name])
         return module
+
+    def _restore(self, module: nn.Module, name: str, device: torch.device, value: Tensor) -> None:
+        set_module_tensor_to_device(module, name, device, value=value)
+        tied = None if self._ties is None else self._ties.find(f"{self._name}.{name}" if self._name else name)
+        if tied is not None:
+            _put(module, name, tied)
 
     def _fetched(self, module: nn.Module, name: str, weights: Mapping[str, Tensor], trains: bool) -> Tensor:
         """Return fetched values as the parameter or buffer of this name."""

@@ -11,6 +11,7 @@ from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
 from trainer_lib.modules.device_placement import Device, has_offloaded_params, set_module_tensor_to_device
 from trainer_lib.modules.tensor_sizes import named_module_tensors
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.modules.ties import TiedTensors
 from trainer_lib.tensor_files.offloaded_weights import PrefixedDataset
 
 Tied = dict[int, dict[torch.device, Tensor]]
@@ -52,6 +53,7 @@ def attach_align_device_hook(
     tied_params_map: Tied | None = None,
     *,
     prefetcher: WeightPrefetcher | None = None,
+    ties: TiedTensors | None = None,
     recurse: bool = True,
 ) -> None:
     """Attach an `AlignDevicesHook` to each module with weights of its own in a module.
@@ -68,10 +70,14 @@ def attach_align_device_hook(
             of these weights are loaded together.
         tied_params_map: Copies of tied tensors by address and device.
         prefetcher: What reads the weights; by default one for this call.
+        ties: The names of tied tensors of the whole model, which are tied again when the hooks are removed; by default
+            those of `module`.
         recurse: Whether modules inside it get hooks too.
     """
     if offload and prefetcher is None:
         prefetcher = WeightPrefetcher(torch.device(execution_device or "cpu"))
+    if offload and ties is None:
+        ties = TiedTensors(module, module_name)
     preloads = offload and type(module).__name__ in (preload_module_classes or ())
     if preloads or any(True for _ in named_module_tensors(module)):
         prefix = f"{module_name}." if module_name else ""
@@ -85,6 +91,7 @@ def attach_align_device_hook(
             tied_params_map=tied_params_map,
             prefetcher=prefetcher,
             name=module_name,
+            ties=ties,
         )
         add_hook_to_module(module, hook, append=True)
     if preloads or not recurse:
@@ -101,6 +108,7 @@ def attach_align_device_hook(
             preload_module_classes,
             tied_params_map,
             prefetcher=prefetcher,
+            ties=ties,
         )
 
 
@@ -114,6 +122,8 @@ def attach_align_device_hook_on_blocks(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Tied | None = None,
+    *,
+    ties: TiedTensors | None = None,
 ) -> None:
     """Attach hooks to the blocks of a model, each with its own device, and to the model itself.
 
@@ -127,11 +137,13 @@ def attach_align_device_hook_on_blocks(
         skip_keys: Names of arguments that stay where they are.
         preload_module_classes: See `attach_align_device_hook`.
         tied_params_map: Copies of tied tensors by address and device.
+        ties: See `attach_align_device_hook`.
     """
     devices = dict(execution_device) if isinstance(execution_device, Mapping) else {module_name: execution_device}
     offloads = dict(offload) if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     targets = {name: None if device is None else torch.device(device) for name, device in devices.items()}
     prefetchers = {target: WeightPrefetcher(target or torch.device("cpu")) for target in set(targets.values())}
+    ties = ties or TiedTensors(module, module_name)
     only = next(iter(prefetchers)) if len(prefetchers) == 1 else None  # then inputs move once, for the whole model
     for name, target in targets.items():
         block, tensor = _block(module, name, module_name)
@@ -149,6 +161,7 @@ def attach_align_device_hook_on_blocks(
                 preload_module_classes,
                 tied_params_map,
                 prefetcher=prefetchers[target],
+                ties=ties,
                 recurse=tensor is None,
             )
         elif tensor is not None and target is not None:

@@ -2,7 +2,46 @@
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.tensor_bytes import as_bytes
+from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
+
+
+class TiedTensors:
+    """The names of parameters and buffers of a model that are one tensor, to tie them again after hooks are removed.
+
+    Args:
+        model: The model.
+        prefix: The name of the model, which names of its tensors begin with.
+
+    Attributes:
+        groups: The names of each such tensor.
+    """
+
+    def __init__(self, model: nn.Module, prefix: str = "") -> None:
+        self._model, self._prefix = model, prefix
+        groups: dict[int, list[str]] = {}
+        for name, tensor in _all_tensors(model, prefix):
+            groups.setdefault(id(tensor), []).append(name)
+        self.groups = [names for names in groups.values() if len(names) > 1]
+        self._group_of = {name: names for names in self.groups for name in names}
+
+    def find(self, name: str) -> Tensor | None:
+        """Return the tensor of another name of the same group that has the value of this one, on the same device."""
+        current = self._tensor(name)
+        for other in self._group_of.get(name, ()):
+            tensor = self._tensor(other)
+            if other != name and current is not None and tensor is not None and _is_same(tensor, current):
+                return tensor
+        return None
+
+    def _tensor(self, name: str) -> Tensor | None:
+        try:
+            return _tensor(self._model, name.removeprefix(self._prefix).removeprefix("."))
+        except (AttributeError, KeyError):  # the model has changed
+            return None
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -33,15 +72,17 @@ def retie_by_device(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> N
     for names in tied_params:
         by_device: dict[str, list[str]] = {}
         for name in names:
-            by_device.setdefault(str(model.get_parameter(name).device), []).append(name)
+            tensor = _tensor(model, name)
+            if tensor is not None:
+                by_device.setdefault(str(tensor.device), []).append(name)
         retie_parameters(model, [group for device, group in by_device.items() if device != "meta"])
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
     """Tie each group of names to one parameter again: the first that is not on the meta device."""
     for names in tied_params:
-        parameters = [model.get_parameter(name) for name in names]
-        kept = next((parameter for parameter in parameters if parameter.device.type != "meta"), parameters[0])
+        tensors = [_tensor(model, name) for name in names]
+        kept = next((tensor for tensor in tensors if tensor is not None and tensor.device.type != "meta"), tensors[0])
         for name in names:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, kept)
@@ -57,5 +98,21 @@ def first_names(model: nn.Module) -> dict[str, str]:
         {'embed.weight': 'embed.weight', 'head.weight': 'embed.weight'}
     """
     first: dict[int, str] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _all_tensors(model)}
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor | None:
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (parameter_slots(owner) | buffer_slots(owner))[last]
+
+
+def _all_tensors(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
+    parameters = model.named_parameters(prefix, remove_duplicate=False)
+    return [*parameters, *model.named_buffers(prefix, remove_duplicate=False)]
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    if first.is_meta or (first.device, first.dtype, first.shape) != (second.device, second.dtype, second.shape):
+        return False
+    return not first.numel() or torch.equal(as_bytes(first.detach()), as_bytes(second.detach()))
