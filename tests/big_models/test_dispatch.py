@@ -26,7 +26,11 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, StateError, UnsupportedError
-from trainer_lib.hooks import remove_hook_from_module, remove_hook_from_submodules
+from trainer_lib.hooks import (
+    attach_align_device_hook_on_blocks,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
 from trainer_lib.modules.ties import TiedTensors
 from trainer_lib.utils.modeling import (
@@ -630,12 +634,12 @@ class _Ties(nn.Module):
         self.embedding, self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
         self.again = self.layer
         self.head.weight = self.embedding.weight
+        scale = torch.full((4,), 2.0)
         for module in (self.embedding, self.head):
-            module.register_buffer("scale", torch.full((4,), 2.0))
-        self.head.scale = self.embedding.scale
+            module.register_buffer("scale", scale)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.again(self.layer(self.embedding(inputs)))) * self.head.scale
+        return self.head(self.again(self.layer(self.embedding(inputs)))) * self.head.get_buffer("scale")
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -684,7 +688,51 @@ def test_tied_weights_and_buffers_are_tied_again_once_hooks_are_removed(
 
 def test_a_weight_that_has_other_values_by_now_is_not_tied_again(tmp_path: Path) -> None:
     model = dispatch_model(_Ties(), {"embedding": "cpu", "": "disk"}, offload_dir=tmp_path)
-    model.embedding.weight = nn.Parameter(torch.zeros(4, 4))
+    model.get_submodule("embedding").weight = nn.Parameter(torch.zeros(4, 4))
     remove_hook_from_submodules(model)
-    assert model.head.weight is not model.embedding.weight
-    assert model.head.weight.any()
+    assert _tied_names(model) == [name for name in _tied_names(_Ties()) if "head.weight" not in name]
+    assert model.get_parameter("head.weight").any()
+
+
+class _OwnTies(nn.Module):
+    """Layers that have tied weights and buffers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_parameter("again", self.layer.get_parameter("weight"))
+        self.inner = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.inner[1].weight = self.inner[0].weight
+        scale = torch.full((4,), 2.0)
+        for name in ("scale", "same"):
+            self.layer.register_buffer(name, scale)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = nn.functional.linear(self.layer(inputs), self.layer.get_parameter("again"))
+        for inner in self.inner:
+            hidden = nn.functional.linear(hidden, inner.get_parameter("weight"))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("preload", [None, ["_OwnTies"]])
+def test_all_names_of_a_weight_are_offloaded_together(preload: list[str] | None, tmp_path: Path) -> None:
+    model = _OwnTies()
+    names, tensors = _tied_names(model), dict(model.named_parameters(remove_duplicate=False))
+    cpu_offload(model, offload_buffers=True, preload_module_classes=preload)
+    offloaded = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    assert all(tensor.is_meta for tensor in offloaded.values())
+    with align_module_device(model if preload else model.layer):
+        assert torch.equal(model.layer.get_parameter("again"), tensors["layer.weight"])
+        assert torch.equal(model.layer.get_buffer("same"), torch.full((4,), 2.0))
+    remove_hook_from_submodules(model)
+    assert _tied_names(model) == names
+
+
+def test_names_of_a_tensor_are_placed_together() -> None:
+    model = _OwnTies()
+    names = _tied_names(model)
+    attach_align_device_hook_on_blocks(model, {"layer": "meta", "inner": "meta", "head": "cpu"})
+    placed = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    assert {name for name, tensor in placed.items() if not tensor.is_meta} == {"head.weight", "head.bias"}
+    assert _tied_names(model) == names

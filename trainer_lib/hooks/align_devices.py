@@ -10,7 +10,7 @@ from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.foundation.pytree import find_device, send_to_device
 from trainer_lib.hooks.model_hook import ModelHook
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
-from trainer_lib.modules.device_placement import Device, set_module_tensor_to_device
+from trainer_lib.modules.device_placement import Device, move_tensors, set_module_tensor_to_device
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
 from trainer_lib.modules.tensor_sizes import named_module_tensors
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
@@ -71,16 +71,23 @@ class AlignDevicesHook(ModelHook):
         """Move the weights: to the execution device, or out of the module."""
         if not self.offload:
             if self._device is not None:
-                tensors = list(named_module_tensors(module, recurse=self.place_submodules))
+                tensors = named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
                 # What another hook has offloaded comes to its device for the forward.
-                for name in (name for name, tensor in tensors if tensor.device.type != "meta"):
-                    set_module_tensor_to_device(module, name, self._device, tied_params_map=self.tied_params_map)
+                names = [name for name, tensor in tensors if tensor.device.type != "meta"]
+                move_tensors(module, names, self._device, self.tied_params_map)
             return module
-        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self._ties = self._ties or TiedTensors(module, self._name)
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False))
         self._devices = {name: tensor.device for name, tensor in tensors.items()}
         # What a state dict does not have is nowhere else to fetch it from.
         offloaded = dict(
-            named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+            named_module_tensors(
+                module,
+                self.offload_buffers,
+                self.place_submodules,
+                remove_non_persistent=True,
+                remove_duplicate=False,
+            )
         )
         if self.weights_map is None:
             state = {**offloaded, **(module.state_dict() if any(map(is_quantized, offloaded.values())) else {})}
@@ -98,8 +105,7 @@ class AlignDevicesHook(ModelHook):
             if is_quantized(tensor):
                 release_statistics(_owner(module, name))
         if self._device is not None:
-            for name in tensors.keys() - offloaded.keys():
-                set_module_tensor_to_device(module, name, self._device)
+            move_tensors(module, [name for name in tensors if name not in offloaded], self._device)
         if self._prefetcher is None:
             self._prefetcher = WeightPrefetcher(self._device or torch.device("cpu"))
         self._prefetcher.add(self._name, self.weights_map, [*self._offloaded, *statistics])

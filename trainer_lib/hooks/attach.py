@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainer_lib.hooks.align_devices import AlignDevicesHook
 from trainer_lib.hooks.model_hook import add_hook_to_module
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
-from trainer_lib.modules.device_placement import Device, has_offloaded_params, set_module_tensor_to_device
+from trainer_lib.modules.device_placement import Device, has_offloaded_params, move_tensors, set_module_tensor_to_device
 from trainer_lib.modules.tensor_sizes import named_module_tensors
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 from trainer_lib.modules.ties import TiedTensors
@@ -184,5 +184,5 @@ def _block(model: nn.Module, name: str, model_name: str) -> tuple[nn.Module, str
 
 
 def _place(module: nn.Module, device: torch.device, tied: Tied | None) -> None:
-    for name, _ in list(named_module_tensors(module, recurse=True)):
-        set_module_tensor_to_device(module, name, device, tied_params_map=tied)
+    names = [name for name, _ in named_module_tensors(module, recurse=True, remove_duplicate=False)]
+    move_tensors(module, names, device, tied)

@@ -1,6 +1,6 @@
 """Move single tensors of a module between devices, and questions for device maps."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -77,6 +77,25 @@ def set_module_tensor_to_device(
         if tied_params_map is not None and source.data_ptr() in tied_params_map:
             tied_params_map[source.data_ptr()][target] = moved
     _assign(owner, name, moved)
+
+
+def move_tensors(
+    module: nn.Module,
+    names: Iterable[str],
+    device: Device,
+    tied_params_map: dict[int, dict[torch.device, Tensor]] | None = None,
+) -> None:
+    """Move parameters and buffers of a module to a device; names that are one tensor stay one."""
+    moved: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # what was moved is kept, so that its id stays its own
+    for name in names:
+        owner, last = _owner(module, name)
+        slots: dict[str, Any] = parameter_slots(owner) if last in parameter_slots(owner) else buffer_slots(owner)
+        before = slots[last]
+        if id(before) in moved:
+            slots[last] = moved[id(before)][1]
+            continue
+        set_module_tensor_to_device(module, name, device, tied_params_map=tied_params_map)
+        moved[id(before)] = before, slots[last]
 
 
 @contextmanager

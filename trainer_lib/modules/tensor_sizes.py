@@ -30,7 +30,12 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+    *,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a module, by name.
 
@@ -39,11 +44,13 @@ def named_module_tensors(
         include_buffers: Whether to yield buffers too.
         recurse: Whether to yield those of modules inside it too.
         remove_non_persistent: Whether to leave out buffers that a state dict does not have.
+        remove_duplicate: Whether to leave out further names of a tensor.
     """
-    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=remove_duplicate)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set[str]()
-        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+        buffers = module.named_buffers(recurse=recurse, remove_duplicate=remove_duplicate)
+        yield from ((name, buffer) for name, buffer in buffers if name not in left_out)
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
