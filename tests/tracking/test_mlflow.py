@@ -138,7 +138,7 @@ def test_a_tracker_of_your_own_takes_mlflows_variables(
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{database}"
     monkeypatch.setenv("MLFLOW_TAGS", '{"team": "b"}')
-    tracker = MLflowTracker("variables", tracking_uri=uri, tags={"team": "a"})
+    tracker = MLflowTracker("variables", "kept", tracking_uri=uri, tags={"team": "a"})
     tracker.start()
     tracker.log({"accuracy": 0.95, "text": "left out"}, step=10)
     tracker.finish()
@@ -160,6 +160,7 @@ def test_a_tracker_of_your_own_takes_mlflows_variables(
     assert child.active_run.data.tags["mlflow.parentRunId"] == run_id
 
     run = reader(uri).get_run(run_id)
+    assert Path(run.info.artifact_uri).is_relative_to(tmp_path / "kept")
     assert run.data.metrics == {"accuracy": 1.0}
     assert run.data.tags["team"] == "b"
 

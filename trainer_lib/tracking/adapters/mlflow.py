@@ -30,7 +30,7 @@ class MLflowTracker(BuiltInTracker):
 
     Args:
         experiment_name: The experiment; `MLFLOW_EXPERIMENT_NAME` overrides it.
-        logging_dir: Accelerate's name for `tracking_uri`.
+        logging_dir: Where a new experiment keeps its artifacts; by default MLflow's place.
         run_id: The id of a run to continue; `MLFLOW_RUN_ID` overrides it.
         tags: Tags of the run, as a dict or as JSON; `MLFLOW_TAGS` overrides them.
         nested_run: Whether it is a child of the run in `MLFLOW_RUN_ID`; `MLFLOW_NESTED_RUN` overrides it.
@@ -66,7 +66,8 @@ class MLflowTracker(BuiltInTracker):
     ) -> None:
         super().__init__()
         self._experiment = environment.variable("MLFLOW_EXPERIMENT_NAME") or experiment_name or "Default"
-        self._uri = tracking_uri or (None if logging_dir is None else str(logging_dir))
+        self._uri = tracking_uri
+        self._artifacts = None if logging_dir is None else str(logging_dir)
         self.nested_run: bool = environment.parse_flag_from_env("MLFLOW_NESTED_RUN", nested_run)
         self._run_id, self._parent = run_id, environment.variable("MLFLOW_RUN_ID")
         if not self.nested_run:
@@ -82,10 +83,7 @@ class MLflowTracker(BuiltInTracker):
     @classmethod
     def check(cls, project: str, **options: Any) -> None:
         """Raise for an address that MLflow does not support."""
-        address = (
-            options.get("tracking_uri") or options.get("logging_dir") or environment.variable("MLFLOW_TRACKING_URI")
-        )
-        address = address or environment.variable("MLFLOW_TRACKING_URI")
+        address = options.get("tracking_uri") or environment.variable("MLFLOW_TRACKING_URI")
         if address is None:
             return
         uri = str(address)
@@ -236,7 +234,9 @@ class MLflowTracker(BuiltInTracker):
 
     def _experiment_id(self) -> str:
         experiment = self._client.get_experiment_by_name(self._experiment)
-        return self._client.create_experiment(self._experiment) if experiment is None else experiment.experiment_id
+        if experiment is None:
+            return self._client.create_experiment(self._experiment, artifact_location=self._artifacts)
+        return experiment.experiment_id
 
 
 def _parts(values: list[Any], size: int) -> Iterator[list[Any]]:
