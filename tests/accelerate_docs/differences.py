@@ -57,11 +57,8 @@ def numbers(library: str) -> dict[str, Any]:
                 found["zero_grad first"] = gradient(plain)
             optimizer.step()
 
-    loader = accelerator.prepare(DataLoader(range(11), 2))  # type: ignore[arg-type]
-    try:
-        found["means gathered"] = [accelerator.gather_for_metrics(batch.float().mean()).tolist() for batch in loader]
-    except ValueError as error:
-        found["means gathered"] = str(error).partition("(")[0].strip()
+    loader = accelerator.prepare(DataLoader(range(10), 2))  # type: ignore[arg-type]
+    found["means gathered"] = [accelerator.gather_for_metrics(batch.float().mean()).tolist() for batch in loader]
     found["iterable"] = type(accelerator.prepare(DataLoader(Counted(), 2))).__name__
     return found
 

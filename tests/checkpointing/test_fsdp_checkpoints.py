@@ -128,6 +128,23 @@ def test_shards_of_accelerate_are_merged(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["whole"], "the shards are deleted"
 
 
+def test_shards_that_python_3_13_wrote_are_merged(tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN / "pytorch_model_fsdp_0", tmp_path / "shards")
+    metadata = tmp_path / "shards" / ".metadata"
+    written = pickle.loads(metadata.read_bytes())
+    written.storage_meta.checkpoint_id = Path("shards")
+    content = pickle.dumps(written, protocol=2).replace(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath")
+    assert b"pathlib._local" in content
+    metadata.write_bytes(content)
+    for name in ("shards", str(WRITTEN / "pytorch_model_fsdp_0")):
+        merge_fsdp_weights(str(tmp_path / name), str(tmp_path / Path(name).name / "merged"))
+    theirs, same = (
+        load_file(tmp_path / name / "merged" / "model.safetensors") for name in ("shards", "pytorch_model_fsdp_0")
+    )
+    assert theirs.keys() == same.keys()
+    assert all(torch.equal(theirs[name], same[name]) for name in same)
+
+
 def test_a_nested_state_has_its_lists_and_plain_values_again() -> None:
     state = read_shards(WRITTEN / "optimizer_0", lambda path, size, dtype: torch.empty(size, dtype=dtype), alone=True)[
         "optimizer"

@@ -25,7 +25,7 @@ class TiedTensors:
         groups: dict[int, list[str]] = {}
         for name, tensor in _all_tensors(model, prefix):
             groups.setdefault(id(tensor), []).append(name)
-        self.groups = [names for names in groups.values() if len(names) > 1]
+        self.groups: list[list[str]] = [names for names in groups.values() if len(names) > 1]
         self._group_of = {name: names for names in self.groups for name in names}
 
     def find(self, name: str) -> Tensor | None:

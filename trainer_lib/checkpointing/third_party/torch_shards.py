@@ -168,6 +168,7 @@ def _folder_of_shards(folder: Path) -> Path:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a record, a size or a type; refuse all other names."""
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 writes paths
         is_type = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout))
         if (module in _RECORDS and "." not in name) or (module, name) in _PLAIN or is_type:
             return super().find_class(module, name)
