@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -75,7 +76,7 @@ class Prepared:
         """Take a prepared model."""
         self.models.append(model)
         if self._unwrap(model) is not model:
-            self._remember(model, self._unwrap)
+            self._remember(model, attrgetter("module"))  # the strategy's `unwrap` would keep the model alive
 
     def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
         """Take a prepared optimizer."""
