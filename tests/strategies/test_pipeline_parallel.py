@@ -1,5 +1,7 @@
 """Pipeline parallelism in an `Accelerator`: the numbers of one process, whatever stage a rank holds."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -86,6 +88,19 @@ def _accelerator(pp_size: int = 2, **options: Any) -> Accelerator:
     blocks = options.pop("blocks", None)
     config = ParallelismConfig(pp_size=pp_size, pp_handler=TorchPipelineParallelConfig(blocks=blocks))
     return Accelerator(cpu=True, parallelism_config=config, **options)
+
+
+def _is_freed() -> bool:
+    accelerator = _accelerator()
+    model = accelerator.prepare(four_blocks())
+    left = weakref.ref(model)
+    del accelerator, model
+    gc.collect()
+    return left() is None
+
+
+def test_a_model_is_freed_with_its_accelerator() -> None:
+    assert run_world(_is_freed, timeout=60) == [True, True]
 
 
 def _dropout_run(folder: Path, resumes: bool) -> list[Tensor]:
