@@ -3,24 +3,24 @@
 from collections.abc import Iterator
 from typing import Any
 
-from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending
+from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
 
-def with_sample_counts(batches: Iterator[Any], ending: Ending, ranks: tuple[int, ...], full: int) -> Iterator[Any]:
+def with_sample_counts(batches: Iterator[Any], ending: Ending, sharing: Sharing, full: int) -> Iterator[Any]:
     """Yield batches; those of a round that is not full, and the last ones, come with the counts of their samples.
 
     The batches themselves do not tell: a `collate_fn` may pack samples into fewer rows, or make more of them.
 
     Args:
-        batches: The batches of `ranks`, in turn.
+        batches: The batches of the ranks that are read here, in turn.
         ending: How the pass ends; its `sizes` are used up.
-        ranks: The ranks that are read here.
+        sharing: How batches are divided between ranks.
         full: The samples in a full batch of one rank.
     """
     assert ending.sizes is not None
-    sizes: list[int | None] = []
+    ranks, sizes = sharing.ranks, list[int | None]()
     for number, batch in enumerate(batches):
         place = number % len(ranks)
         if not place:
@@ -30,7 +30,8 @@ def with_sample_counts(batches: Iterator[Any], ending: Ending, ranks: tuple[int,
             yield batch
             continue
         counts = [size or 0 for size in sizes]
-        is_whole = all(count == full for count in counts) and len(counts) > max(ranks)
+        # Of all ranks, also where only one of them is read here: they count alike.
+        is_whole = sum(counts) == full * sharing.processes
         real = counts[ranks[place]] if ranks[place] < len(counts) else 0
         tail = ending.rows.get(ranks[place]) if is_last else None
         yield Counted(batch, _rows(batch, real, tail, full), 0 if is_whole else sum(counts))

@@ -134,7 +134,7 @@ class MapReader(Reader):
                 return batches
             from trainer_lib.data_loader.order.batch_counts import with_sample_counts  # for few loaders
 
-            return with_sample_counts(batches, ending, self.sharing.ranks, full)
+            return with_sample_counts(batches, ending, self.sharing, full)
         own = Ending()
         self._shard.enter(seed, place, own, stream)
         return look_ahead(self._iterated(), ending, own, by=len(self.sharing.ranks))
