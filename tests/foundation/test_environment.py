@@ -1,7 +1,8 @@
 """The variables of launchers, and the settings that are read from them."""
 
 import os
-from typing import Any
+import unittest
+from typing import Any, ClassVar
 
 import pytest
 
@@ -285,12 +286,18 @@ def test_purging_takes_back_what_a_function_or_test_class_sets(monkeypatch: pyte
         return "done"
 
     class Tests:
+        named: ClassVar[list[str]] = []
+
+        def __init_subclass__(cls, name: str, **options: Any) -> None:
+            super().__init_subclass__(**options)
+            cls.named.append(name)
+
         def test_something(self) -> str:
             return change()
 
     purge_accelerate_environment(Tests)
 
-    class More(Tests):
+    class More(Tests, name="more"):
         def test_more(self) -> str:
             return change()
 
@@ -298,6 +305,18 @@ def test_purging_takes_back_what_a_function_or_test_class_sets(monkeypatch: pyte
         assert changing() == "done"
         assert os.environ["ACCELERATE_KEPT"] == "before"
         assert "ACCELERATE_NEW" not in os.environ
+    assert Tests.named == ["more"]
+
+
+def test_subclasses_of_purged_tests_are_set_up_by_unittest() -> None:
+    class Tests(unittest.TestCase):
+        pass
+
+    class More(purge_accelerate_environment(Tests)):
+        pass
+
+    More.addClassCleanup(print)
+    assert not Tests._class_cleanups  # type: ignore[attr-defined]
 
 
 def test_cublas_choice_made_already_stays() -> None:

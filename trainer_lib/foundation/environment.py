@@ -407,7 +407,16 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorate a function, or every test of a class and of its subclasses, to restore the `ACCELERATE_*` variables."""
     if isinstance(func_or_cls, type):
         _purge_after_tests(func_or_cls)
-        func_or_cls.__init_subclass__ = classmethod(_purge_after_tests)  # type: ignore[assignment]
+        initialize: Any = vars(func_or_cls).get("__init_subclass__")
+
+        def init_subclass(cls: type, **options: Any) -> None:
+            if initialize is None:
+                super(func_or_cls, cls).__init_subclass__(**options)
+            else:
+                initialize.__get__(None, cls)(**options)
+            _purge_after_tests(cls)
+
+        func_or_cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
         return func_or_cls
     function: Callable[..., Any] = func_or_cls
 
@@ -424,7 +433,7 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     return wrapped
 
 
-def _purge_after_tests(tests: type, **_: Any) -> None:
+def _purge_after_tests(tests: type) -> None:
     for name, member in list(vars(tests).items()):
         if callable(member) and name.startswith("test"):
             setattr(tests, name, purge_accelerate_environment(member))
