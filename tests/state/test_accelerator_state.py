@@ -103,6 +103,16 @@ def test_a_missing_attribute_is_the_states_own_and_a_reset_is_told() -> None:
             _ = left.device
 
 
+def test_an_error_inside_a_property_of_a_state_names_what_the_property_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = property(lambda state: state.device.nothing)
+    state, partial = AcceleratorState(cpu=True), PartialState()
+    for kind in (PartialState, AcceleratorState):
+        monkeypatch.setattr(kind, "broken", broken, raising=False)
+        for asked in (state, partial):
+            with pytest.raises(AttributeError, match=r"'torch.device' object has no attribute 'nothing'"):
+                _ = asked.broken  # type: ignore[attr-defined]
+
+
 def test_an_accelerator_that_nobody_has_any_more_makes_room_for_other_settings() -> None:
     first = Accelerator(mixed_precision="bf16", cpu=True)
     with pytest.raises(ConfigurationError, match=r"'no' came too late: .* delete the last reference .*free_memory"):

@@ -230,6 +230,8 @@ class AcceleratorState(ProcessControl):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of `PartialState`, such as the device, the rank or the world size."""
+        if hasattr(type(self), name):  # a property that raised an AttributeError: that of what it lacks
+            return object.__getattribute__(self, name)
         partial = self.__dict__.get("_partial")
         if partial is None and name in _OF_RANK:
             partial = PartialState()
@@ -239,10 +241,15 @@ class AcceleratorState(ProcessControl):
                 "`AcceleratorState._reset_state()` was called after the Accelerator was made. Make a new "
                 "`Accelerator`, or call `AcceleratorState()`."
             )
-        if not hasattr(partial, name):
+        try:
+            return getattr(partial, name)
+        except AttributeError:
+            if hasattr(type(partial), name):  # a property that raised it
+                raise
             known = {*dir(self), *dir(partial)}
-            raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}.{did_you_mean(name, known)}")
-        return getattr(partial, name)
+            raise AttributeError(
+                f"'AcceleratorState' object has no attribute {name!r}.{did_you_mean(name, known)}"
+            ) from None
 
     def __repr__(self) -> str:
         """Return rank, device and settings, one per line."""

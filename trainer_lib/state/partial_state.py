@@ -122,6 +122,8 @@ class PartialState(ProcessControl):
 
         def __getattr__(self, name: str) -> Any:
             """Raise an error that says so where the state was reset."""
+            if hasattr(type(self), name):  # a property that raised an AttributeError: that of what it lacks
+                return object.__getattribute__(self, name)
             if self.initialized or name.startswith("__"):
                 hint = did_you_mean(name, dir(self))
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
