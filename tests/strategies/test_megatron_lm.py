@@ -162,3 +162,21 @@ def test_several_stages_on_each_rank_have_the_losses_of_one_process() -> None:
     for losses, _, evaluated in run_world(own_step, (4, options, 4), 2, timeout=300):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-6, atol=0)
         assert evaluated == pytest.approx(expected[2], rel=1e-6)
+
+
+@pytest.mark.parametrize("frees", [True, False], ids=["freed", "gone"])
+def test_another_accelerator_does_not_clip_as_the_plugin_of_an_earlier_one(frees: bool) -> None:
+    network = torch.nn.Linear(1, 1, bias=False)
+    users = torch.optim.SGD(network.parameters(), lr=1.0)
+    parts: Any = [network, users]
+    for plugin, update in ((MegatronLMPlugin(gradient_clipping=0.5), 0.5), (None, 8.0)):
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model, optimizer = parts = accelerator.prepare(*parts)
+        before = network.weight.item()
+        accelerator.backward(model(torch.full((1, 1), 8.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert before - network.weight.item() == pytest.approx(update, rel=1e-5)
+        if frees:
+            accelerator.free_memory()
+        del accelerator, model, optimizer

@@ -213,7 +213,7 @@ class PrepareMethods(CollectiveMethods):
         if self.state.megatron_lm_plugin is not None:
             from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
 
-            step_as_megatron_lm(optimizer, self.state.megatron_lm_plugin, self.strategy, self.window)
+            step_as_megatron_lm(optimizer, self.state.megatron_lm_plugin, self.prepared, self.strategy, self.window)
         if self.memory_options.optimizer_in_backward:
             from trainer_lib.accelerator.optimizer_in_backward import OptimizerInBackward
 

@@ -1,11 +1,12 @@
 """Clipping before each step of an optimizer, as Megatron-LM's optimizers do."""
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.state.accumulation_window import GradientWindow
 from trainer_lib.strategies import Strategy
@@ -17,15 +18,19 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def step_as_megatron_lm(
-    optimizer: Optimizer, plugin: "MegatronLMPlugin", strategy: Strategy, window: GradientWindow
+    optimizer: Optimizer, plugin: "MegatronLMPlugin", prepared: Prepared, strategy: Strategy, window: GradientWindow
 ) -> None:
     """Clip the gradients of all parameters of an optimizer before each of its steps, as Megatron-LM's optimizers do.
 
-    Each step raises if micro-batches are not counted.
+    Each step raises if micro-batches are not counted. Once the optimizer is released, nothing is clipped.
     """
+    owner = ref(prepared)  # the optimizer may outlive its Accelerator
 
     def before_step(stepped: Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
+        current = owner()
+        if current is None or all(held.optimizer is not stepped for held in current.optimizers):
+            return
         if not window.micro_batch and window.state.num_steps > 1:
             raise ConfigurationError(
                 f"MegatronLMPlugin(num_micro_batches={plugin.num_micro_batches}), and the loop does not count "
