@@ -109,6 +109,7 @@ def test_registered_classes_take_the_place_of_others() -> None:
             register_tracker_class(Wandb)
         assert registry.tracker_class("silent") is LOGGER_TYPE_TO_CLASS["silent"] is Other
         assert registry.tracker_class("wandb") is LOGGER_TYPE_TO_CLASS["wandb"] is Wandb
+        assert registry.available_names().count("wandb") == 1  # as every registered class is
         del LOGGER_TYPE_TO_CLASS["silent"]
         assert "silent" not in LOGGER_TYPE_TO_CLASS
         LOGGER_TYPE_TO_CLASS.clear()

@@ -138,7 +138,8 @@ def available_names() -> list[str]:
             continue
         if issubclass(kind, BuiltInTracker) and kind.is_configured():
             available.append(name)
-    return available + sorted({*_registered, *_entry_points()} - set(_BUILT_IN))
+    others = _entry_points().keys() - _BUILT_IN.keys()
+    return [name for name in available if name not in _registered] + sorted(_registered.keys() | others)
 
 
 def resolve(wanted: Any, argument: str) -> list[str | GeneralTracker]:
