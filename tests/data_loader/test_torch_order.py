@@ -462,7 +462,7 @@ def test_the_samples_of_a_batch_are_told_without_drawing(kind: str) -> None:
     assert all(told)
 
 
-def test_a_sampler_that_draws_on_its_way_has_one_order_whatever_training_drawn() -> None:
+def test_a_sampler_that_draws_on_its_way_has_one_order_whatever_training_draws() -> None:
     class Drawing(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return (int(torch.randint(SIZE, ())) for _ in range(2000))
