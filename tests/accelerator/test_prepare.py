@@ -95,6 +95,21 @@ def test_objects_of_another_accelerator_are_refused() -> None:
     assert other.prepared.holds(optimizer)
 
 
+def _prepare_a_model_of_another() -> str:
+    other = Accelerator(cpu=True)
+    model = other.prepare(toy.model())
+    try:
+        Accelerator(cpu=True).prepare(model)
+    except PreparationError as error:
+        assert other.prepared.holds(model)
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_model_in_the_ddp_of_another_accelerator_is_refused() -> None:
+    assert all("prepared already" in message for message in run_world(_prepare_a_model_of_another, (), 2, timeout=60))
+
+
 def test_one_call_with_the_same_object_twice_is_refused() -> None:
     network = toy.model()
     with pytest.raises(PreparationError, match="prepared already"):

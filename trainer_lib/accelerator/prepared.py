@@ -110,7 +110,9 @@ class Prepared:
         for value in values:
             if self.holds(value):
                 continue
-            if isinstance(value, _KINDS) and (id(value) in known or id(value) in seen or _is_prepared(value)):
+            is_taken = id(value) in known or id(value) in seen
+            # A wrapper that `user_object` did not open is another Accelerator's.
+            if isinstance(value, _KINDS) and (is_taken or _is_prepared(value) or value in _wrappers):
                 raise PreparationError(
                     f"This {class_name(value)} is prepared already. Use the object that prepare() returned, "
                     "or call free_memory() before you prepare it again."
