@@ -89,7 +89,7 @@ def test_options_set_before_prepare_count(how: str) -> None:
 
 def test_options_of_ddp_are_checked_and_told_where_they_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
-    options = DistributedDataParallelKwargs()
+    options = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator.ddp_handler = options
     assert accelerator.ddp_handler is options
     with pytest.raises(ConfigurationError, match="ddp_handler must be DistributedDataParallelKwargs"):
@@ -162,7 +162,7 @@ def _unfit() -> list[str]:
 
 def test_what_is_not_whole_is_refused() -> None:
     for sharded, lazy in run_world(_unfit, (), 2, timeout=60):
-        assert sharded.startswith("weight is sharded already (a DTensor). Give prepare() the model without fully_shard")
+        assert sharded.startswith("weight is sharded already (a DTensor), by fully_shard or by an earlier prepare()")
         assert lazy.startswith("weight has no shape yet (a lazy module). Call the model once with a batch")
 
 

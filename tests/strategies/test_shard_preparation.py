@@ -165,7 +165,7 @@ ATTEMPTS: list[tuple[Callable[[Accelerator], Any], dict[str, Any], str]] = [
         "PreparationError: Rank 0 and rank 1 prepare different models: ('weight', (2, 2),",
     ),
     (_deeper_models, {}, "PreparationError: Rank 0 and rank 1 prepare different models:"),
-    (_sharded_already, {}, "PreparationError: weight is sharded already (a DTensor)."),
+    (_sharded_already, {}, "PreparationError: weight is sharded already (a DTensor), by fully_shard or by an earlier"),
     (lambda a: a.prepare(a.prepare(nn.Linear(2, 2))), {}, "prepared"),
     (lambda a: a.prepare(nn.LazyLinear(3)), {}, "PreparationError: weight has no shape yet (a lazy module). Call the"),
     (_stranger, {}, "PreparationError: 2 of the 2 parameters of this SGD are in no prepared model"),

@@ -19,5 +19,6 @@ def check_has_whole_weights(model: nn.Module) -> None:
             )
         if hasattr(parameter, "_local_tensor"):
             raise PreparationError(
-                f"{name} is sharded already (a DTensor). Give prepare() the model without fully_shard."
+                f"{name} is sharded already (a DTensor), by fully_shard or by an earlier prepare(). Give prepare() a "
+                "model with whole weights."
             )
