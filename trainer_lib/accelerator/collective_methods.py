@@ -128,7 +128,8 @@ class CollectiveMethods(ProcessControl):
         numbers of rows. Ranks that read the same batch, as parts of one replica of the model, count as one.
 
         Args:
-            input_data: One row (or as many) for each sample of the batch.
+            input_data: One row (or as many) for each sample of the batch; a tensor without dimensions, such as the mean
+                loss of the batch, is one value of this rank.
             use_gather_object: Send objects as they are, without looking for tensors inside.
 
         Example:
