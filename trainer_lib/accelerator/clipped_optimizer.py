@@ -30,6 +30,10 @@ class ClippedOptimizer(AcceleratedOptimizer):
         """Clip the gradients and update the weights if the window is complete."""
         if self.window.state.sync_gradients and self.holds_gradients:
             self.finalize_gradients()
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            self._strategy.clip_grad_norm(parameters, self._max_norm, 2.0)
+            self.clip()
         return super().step(closure)
+
+    def clip(self) -> Any:
+        """Clip the gradients, and return their norm before."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return self._strategy.clip_grad_norm(parameters, self._max_norm, 2.0)

@@ -211,9 +211,9 @@ class PrepareMethods(CollectiveMethods):
             elif isinstance(limit, (int, float)) and limit > 0:  # stage 0, with DDP
                 kind = partial(ClippedOptimizer, strategy=self.strategy, max_norm=limit)
         if self.state.megatron_lm_plugin is not None:
-            from trainer_lib.accelerator.megatron_lm.optimizer_step import step_as_megatron_lm
+            from trainer_lib.accelerator.megatron_lm.optimizer_step import MegatronLMOptimizer
 
-            step_as_megatron_lm(optimizer, self.state.megatron_lm_plugin, self.prepared, self.strategy, self.window)
+            kind = partial(MegatronLMOptimizer, plugin=self.state.megatron_lm_plugin, strategy=self.strategy)
         if self.memory_options.optimizer_in_backward:
             from trainer_lib.accelerator.optimizer_in_backward import OptimizerInBackward
 
