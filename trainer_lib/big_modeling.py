@@ -16,7 +16,7 @@ from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_dev
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnsupportedError
-from trainer_lib.foundation.tensor_bytes import as_bytes
+from trainer_lib.foundation.tensor_bytes import has_same_bits
 from trainer_lib.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -72,6 +72,8 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: Iterable[str] | None = None,
     force_hooks: bool = False,
+    *,
+    ties: TiedTensors | None = None,
 ) -> nn.Module:
     """Spread a model over devices, the memory of the host and the disk, in place, and return it.
 
@@ -90,6 +92,7 @@ def dispatch_model(
         skip_keys: Names of arguments that stay on their device.
         preload_module_classes: Names of classes that use the weights of modules inside them directly.
         force_hooks: Whether a model on one device gets hooks too, which move its inputs.
+        ties: The names of tied tensors, which are tied again when the hooks are removed; by default those of `model`.
 
     Raises:
         ConfigurationError: If the map leaves out a module or names a device that is not there.
@@ -101,35 +104,7 @@ def dispatch_model(
         >>> model[1].weight.device, model(torch.ones(1, 2)).shape
         (device(type='meta'), torch.Size([1, 1]))
     """
-    return _dispatch(
-        model,
-        device_map,
-        TiedTensors(model),
-        main_device=main_device,
-        state_dict=state_dict,
-        offload_dir=offload_dir,
-        offload_index=offload_index,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-    )
-
-
-def _dispatch(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    tied: TiedTensors,
-    *,
-    main_device: Device | None = None,
-    state_dict: Mapping[str, Tensor] | None = None,
-    offload_dir: str | os.PathLike[str] | None = None,
-    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
-    offload_buffers: bool = False,
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: Iterable[str] | None = None,
-    force_hooks: bool = False,
-) -> nn.Module:
+    ties = ties or TiedTensors(model)
     placed = read_device_map(device_map)
     check_device_map(model, placed)
     _refuse_dispatched(model)
@@ -153,9 +128,9 @@ def _dispatch(
         offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        ties=tied,
+        ties=ties,
     )
-    retie_by_device(model, tied.groups)
+    retie_by_device(model, ties.groups)
     vars(model).update(hf_device_map=dict(device_map), **{name: RefusedMove(model, name) for name in _MOVES})
     return model
 
@@ -288,21 +263,21 @@ def load_checkpoint_and_dispatch(
         )
         return model
     refuse_distributed(full_state_dict, broadcast_from_rank0, True, model)
-    tied = TiedTensors(model)
+    ties = TiedTensors(model)
     index = load_by_map(
         model, checkpoint, device_map, offload_folder, method.dtype, strict, method.keep_in_fp32, offload_buffers
     )
     _check_complete(model, index, device_map, checkpoint)
-    return _dispatch(
+    return dispatch_model(
         model,
         device_map,
-        tied,
         offload_dir=offload_folder,
         offload_index=index,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        ties=ties,
     )
 
 
@@ -445,12 +420,9 @@ def _keep_on_disk(model: nn.Module, folder: Path, state: Mapping[str, Tensor], o
 
 def _is_same(stored: Tensor, tensor: Tensor) -> bool:
     """Whether a stored tensor is this one, bit for bit; of a tensor on the meta device, whether it may be."""
-    if (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
-        return False
-    if tensor.is_meta or not tensor.numel():
-        return True
-    first, second = (as_bytes(values.detach().cpu()) for values in (stored, tensor))
-    return torch.equal(first, second)
+    if tensor.is_meta:
+        return (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape)
+    return has_same_bits(stored.cpu(), tensor.cpu())
 
 
 def _check_complete(

@@ -1,4 +1,4 @@
-"""The memory of a tensor as bytes."""
+"""The memory of a tensor as bytes, and the comparison of two."""
 
 import torch
 from torch import Tensor
@@ -16,3 +16,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
         # Contiguous whatever its stride is, but torch views only a stride of 1 as another type.
         values = values.as_strided(values.shape, (1,))
     return values.view(torch.uint8)
+
+
+def has_same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors on one device have the same type, shape and bits.
+
+    Example:
+        >>> nan = torch.tensor([float("nan")])
+        >>> has_same_bits(nan, nan.clone()), has_same_bits(nan, nan.double())
+        (True, False)
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return not first.numel() or torch.equal(as_bytes(first.detach()), as_bytes(second.detach()))

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.tensor_bytes import as_bytes
+from trainer_lib.foundation.tensor_bytes import has_same_bits
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 
 
@@ -22,10 +21,7 @@ class TiedTensors:
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
         self._model, self._prefix = model, prefix
-        groups: dict[int, list[str]] = {}
-        for name, tensor in _all_tensors(model, prefix):
-            groups.setdefault(id(tensor), []).append(name)
-        self.groups: list[list[str]] = [names for names in groups.values() if len(names) > 1]
+        self.groups: list[list[str]] = _groups(_all_tensors(model, prefix))
         self._group_of = {name: names for names in self.groups for name in names}
 
     def find(self, name: str) -> Tensor | None:
@@ -53,10 +49,7 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['embedding.weight', 'head.weight']]
     """
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+    return _groups(model.named_parameters(remove_duplicate=False))
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -112,7 +105,12 @@ def _all_tensors(model: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]
     return [*parameters, *model.named_buffers(prefix, remove_duplicate=False)]
 
 
+def _groups(tensors: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        groups.setdefault(id(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    if first.is_meta or (first.device, first.dtype, first.shape) != (second.device, second.dtype, second.shape):
-        return False
-    return not first.numel() or torch.equal(as_bytes(first.detach()), as_bytes(second.detach()))
+    return not first.is_meta and first.device == second.device and has_same_bits(first, second)
