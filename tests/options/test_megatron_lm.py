@@ -99,11 +99,11 @@ def test_a_model_without_a_plan_of_sequences_has_its_usual_one(caplog: pytest.Lo
         ({"eval_iters": -1}, "eval_iters must be a whole number of at least 0, got -1"),
         ({"eod_mask_loss": "yes"}, "eod_mask_loss must be True or False, got 'yes'"),
         ({"is_train_batch_min": None}, "is_train_batch_min must be True or False, got None"),
-        ({"min_lr": -1e-5}, r"min_lr must be a finite number of at least 0 \(got -1e-05\)"),
+        ({"min_lr": -1e-5}, r"min_lr must be a finite number of at least 0, got -1e-05"),
         ({"lr_warmup_fraction": "0.1"}, r"lr_warmup_fraction must be at least 0 and below 1 \(got '0\.1'\)"),
         (
             {"weight_decay_incr_style": "linear", "start_weight_decay": "0", "end_weight_decay": 0.1},
-            r"start_weight_decay must be a finite number of at least 0 \(got '0'\)",
+            r"start_weight_decay must be a finite number of at least 0, got '0'",
         ),
         ({"recompute_granularity": "half"}, "Unknown recompute_granularity 'half'. Known: full, selective"),
         (

@@ -85,6 +85,17 @@ def check_positive(option: str, value: object) -> None:
         raise ConfigurationError(f"{option} must be a finite number above 0, got {shown(value)}.")
 
 
+def is_at_least_zero(value: object) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def check_at_least_zero(option: str, value: object) -> None:
+    """Raise unless `value` is a finite number of at least 0."""
+    if not is_at_least_zero(value):
+        raise ConfigurationError(f"{option} must be a finite number of at least 0, got {shown(value)}.")
+
+
 def check_flag(option: str, value: object) -> None:
     """Raise unless `value` is true or false."""
     if not isinstance(value, bool):

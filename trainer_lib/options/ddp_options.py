@@ -1,15 +1,20 @@
 """Options of process groups and of DDP."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.options.base import KwargsHandler, check_choice, check_count, check_flag, check_positive
+from trainer_lib.options.base import (
+    KwargsHandler,
+    check_at_least_zero,
+    check_choice,
+    check_count,
+    check_flag,
+    check_positive,
+)
 from trainer_lib.options.enums import DDPCommunicationHookType
 
 _NONE = DDPCommunicationHookType.NO
@@ -106,18 +111,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_kwargs().items() if not name.startswith("comm_")}
 
 
-def _check_epsilon(option: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigurationError(f"{option} must be a finite number of at least 0, got {shown(value)}.")
-
-
 _POWER_SGD_OPTIONS: dict[str, Callable[[str, object], None]] = {
     "matrix_approximation_rank": check_count,
     "start_powerSGD_iter": check_count,
     "min_compression_rate": check_positive,
     "use_error_feedback": check_flag,
     "warm_start": check_flag,
-    "orthogonalization_epsilon": _check_epsilon,
+    "orthogonalization_epsilon": check_at_least_zero,
     "random_seed": functools.partial(check_count, at_least=0),
     "compression_stats_logging_frequency": check_count,
     "batch_tensors_with_same_shape": check_flag,

@@ -8,16 +8,11 @@ from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.base import Options, check_choice, check_count, check_flag
+from trainer_lib.options.base import Options, check_choice, check_count, check_flag, is_at_least_zero
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
 from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
-from trainer_lib.options.megatron_lm.schedule_steps import (
-    ScheduleSteps,
-    check_schedule,
-    is_at_least_zero,
-    schedule_steps,
-)
+from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_schedule, schedule_steps
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 

@@ -1,11 +1,10 @@
 """The updates of the schedule that a `MegatronLMPlugin` describes: of the warm-up, of the decay, of the training."""
 
-import math
 from typing import Any, NamedTuple
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.base import check_choice, check_count
+from trainer_lib.options.base import check_at_least_zero, check_choice, check_count, is_at_least_zero
 from trainer_lib.options.megatron_lm.placeholders import DECAYS, INCREASES
 
 _PAIRS = (
@@ -44,8 +43,8 @@ def check_schedule(plugin: Any) -> None:
         raise ConfigurationError(f"lr_warmup_fraction must be at least 0 and below 1 (got {shown(fraction)}).")
     for name in ("min_lr", "start_weight_decay", "end_weight_decay"):
         value = getattr(plugin, name)
-        if value is not None and not is_at_least_zero(value):
-            raise ConfigurationError(f"{name} must be a finite number of at least 0 (got {shown(value)}).")
+        if value is not None:
+            check_at_least_zero(name, value)
     ends = plugin.start_weight_decay, plugin.end_weight_decay
     if (plugin.weight_decay_incr_style == "constant") != (ends == (None, None)) or (
         None in ends and any(end is not None for end in ends)
@@ -54,11 +53,6 @@ def check_schedule(plugin: Any) -> None:
             "start_weight_decay and end_weight_decay belong to weight_decay_incr_style='linear' or 'cosine' (got "
             f"{ends[0]}, {ends[1]} and {plugin.weight_decay_incr_style!r}). Give all three, or none."
         )
-
-
-def is_at_least_zero(value: object) -> bool:
-    """Whether a value is a finite number of at least 0."""
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < math.inf
 
 
 def schedule_steps(plugin: Any, total: int | None, warmup: int) -> ScheduleSteps:
