@@ -36,9 +36,9 @@ from trainer_lib.tracking import GeneralTracker
         (
             lambda: Accelerator(
                 fsdp_plugin=FullyShardedDataParallelPlugin(),
-                kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")],
+                kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
             ),
-            r"DistributedDataParallelKwargs are ignored \(comm_hook\): FSDP shards the models",
+            "DistributedDataParallelKwargs are ignored: FSDP shards the models",
         ),
         (
             lambda: Accelerator(log_with=["clearml"], project_dir="logs"),

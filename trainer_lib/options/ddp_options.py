@@ -99,13 +99,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_state_option:
             _check_power_sgd(self.comm_hook, self.comm_state_option)
 
-    @property
-    def result_options(self) -> list[str]:
-        """The options given that change gradients or buffers; the others change how DDP works, not what it computes."""
-        return [
-            name for name in KwargsHandler.to_kwargs(self) if name.startswith("comm_") or name == "broadcast_buffers"
-        ]
-
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `DistributedDataParallel` that differ from the defaults, by name."""
         return {name: value for name, value in super().to_kwargs().items() if not name.startswith("comm_")}

@@ -29,14 +29,6 @@ def no_surroundings(micro_batch: int) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
-def warn_of_ddp_options(options: DistributedDataParallelKwargs | None, reason: str) -> None:
-    """Warn of options of DDP that would change gradients or buffers, where DDP does not run."""
-    if options is not None and options.result_options:
-        _logger.warning_once(
-            "DistributedDataParallelKwargs are ignored (%s): %s.", ", ".join(options.result_options), reason
-        )
-
-
 @dataclass(eq=False)
 class JoinOutcome:
     """The outcome of a block in which some ranks may have run out of data early.
@@ -78,8 +70,9 @@ class Strategy(ABC):
         return self.needs_lockstep and self.group.size > 1
 
     def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
-        """Warn of options of DDP whose results are missing: models are distributed in another way."""
-        warn_of_ddp_options(options, "DDP does not run")
+        """Warn that the options of DDP are ignored: models are distributed in another way."""
+        if options is not None:
+            _logger.warning_once("DistributedDataParallelKwargs are ignored: DDP does not run.")
 
     # -- the model -----------------------------------------------------------------------------------------------
 

@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
-from trainer_lib.strategies.base import Strategy, warn_of_ddp_options
+from trainer_lib.strategies.base import Strategy
 from trainer_lib.strategies.single_device import SingleDevice
 
 if TYPE_CHECKING:
     from trainer_lib.options.deepspeed.active_plugin import DeepSpeedPlugins
 
+
+_logger = get_logger(__name__)
 
 _Class = TypeVar("_Class", bound=type[Strategy])
 _registered: dict[type[KwargsHandler], type[Strategy]] = {}
@@ -130,4 +133,5 @@ def _ranks_of_equal_parts(
 
 
 def _warn_of_unused(ddp: DistributedDataParallelKwargs | None, reason: str) -> None:
-    warn_of_ddp_options(ddp, f"{reason}, and DDP does not run")
+    if ddp is not None:
+        _logger.warning_once("DistributedDataParallelKwargs are ignored: %s, and DDP does not run.", reason)
