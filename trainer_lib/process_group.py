@@ -25,7 +25,7 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import default_backend, needs_accelerator
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
-from trainer_lib.foundation.tensor_bytes import as_bytes
+from trainer_lib.foundation.tensor_bytes import as_bytes, plain
 from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class TorchProcesses:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks."""
-        tensor = _plain(tensor.detach())
+        tensor = plain(tensor.detach())
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         # As bytes: gloo supports few of torch's types.
         dist.all_gather([as_bytes(part) for part in gathered], as_bytes(tensor), group=self._group)
@@ -524,15 +524,10 @@ def _length(message: memoryview) -> int:
 def _contiguous(tensor: Tensor) -> Generator[Tensor]:
     """Yield the values of `tensor` in the order of its dimensions: strides may differ between ranks."""
     tensor = tensor.detach()
-    values = _plain(tensor)
+    values = plain(tensor)
     yield values
     if values.data_ptr() != tensor.data_ptr():
         tensor.copy_(values)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it if its values are not in memory as they are and in their order."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _check_rank(source: int, size: int) -> None:

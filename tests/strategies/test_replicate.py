@@ -89,7 +89,7 @@ def test_options_set_before_prepare_count(how: str) -> None:
 
 def test_options_of_ddp_are_checked_and_told_where_they_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
-    options = DistributedDataParallelKwargs(broadcast_buffers=False)
+    options = DistributedDataParallelKwargs()
     accelerator.ddp_handler = options
     assert accelerator.ddp_handler is options
     with pytest.raises(ConfigurationError, match="ddp_handler must be DistributedDataParallelKwargs"):

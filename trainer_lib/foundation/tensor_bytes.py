@@ -4,6 +4,16 @@ import torch
 from torch import Tensor
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if its values are not in memory as they are and in their order.
+
+    Example:
+        >>> plain(torch.ones(2, 3).T).is_contiguous()
+        True
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the values of a tensor as a flat tensor of bytes; those of a contiguous one share its memory.
 
@@ -11,7 +21,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
         >>> as_bytes(torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)[:1, 1])
         tensor([2, 0], dtype=torch.uint8)
     """
-    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    values = plain(tensor).reshape(-1)
     if values.numel() < 2:
         # Contiguous whatever its stride is, but torch views only a stride of 1 as another type.
         values = values.as_strided(values.shape, (1,))
