@@ -16,7 +16,7 @@ from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_dev
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnsupportedError
-from trainer_lib.foundation.tensor_bytes import has_same_bits
+from trainer_lib.foundation.tensor_operations import has_same_bits
 from trainer_lib.hooks import (
     AlignDevicesHook,
     CpuOffload,

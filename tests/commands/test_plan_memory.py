@@ -192,10 +192,12 @@ def test_simulated_ranks_hold_what_real_ranks_hold() -> None:
     real = run_world(lambda: {name: measured(name) for name in CASES}, timeout=300)
     far: dict[str, tuple[int, int]] = {}
     for name in CASES:
-        planned, bound = simulated(name), 0.07 if name == "pp" else 0.04  # the schedule of the first window stays
+        planned = simulated(name)
         for rank in range(2):
             for part, size in real[rank][name].items():
                 expected = getattr(planned[rank % len(planned)], part)
+                # The first window of a pipeline has a schedule of its own, whose buffers stay.
+                bound = 0.07 if (name, part) == ("pp", "activations") else 0.04
                 if expected != pytest.approx(size, rel=bound):
                     far[f"{name}, rank {rank}, {part}"] = expected, size
     assert not far

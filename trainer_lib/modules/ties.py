@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from trainer_lib.foundation.tensor_bytes import has_same_bits
+from trainer_lib.foundation.tensor_operations import has_same_bits
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, StateError, UnsupportedError, UnwritableError
-from trainer_lib.foundation.tensor_bytes import as_bytes
+from trainer_lib.foundation.tensor_operations import as_bytes
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.quantized_layers import weight_of
 from trainer_lib.modules.state import load_module_state, module_state

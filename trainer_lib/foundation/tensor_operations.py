@@ -1,7 +1,15 @@
-"""The memory of a tensor as bytes, and the comparison of two."""
+"""Operations on tensors: torch's on lists of them, one kernel for many, and the values of a tensor as bytes."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+# Torch has no public names for these.
+foreach_copy_: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage]
+foreach_lerp_: Callable[..., None] = torch._foreach_lerp_  # pyright: ignore[reportPrivateUsage]
+foreach_mul_: Callable[..., None] = torch._foreach_mul_  # pyright: ignore[reportPrivateUsage]
+foreach_norm: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm  # pyright: ignore[reportPrivateUsage]
 
 
 def plain(tensor: Tensor) -> Tensor:
