@@ -37,7 +37,7 @@ _HEADER = 8
 _LONGEST_IN_FIRST = _FIRST_MESSAGE - _HEADER
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
-_BETWEEN_LOOKS = 0.02  # seconds
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.25  # seconds
 _formed_by: int | None = None  # the pid of the process that last joined a world
 
 
@@ -79,6 +79,13 @@ class ProcessGroup(Protocol):
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
         """Return this rank's object of those that rank `source` passes."""
+        ...
+
+    def store(self, name: str) -> dist.Store:
+        """Return the part under this name of the store that the ranks share.
+
+        It sends nothing through the group, since other ranks may be in one of its collectives.
+        """
         ...
 
     def meet(self, name: str, value: str, patience: float) -> bool:
@@ -144,6 +151,11 @@ class LoneProcess:
         _check_rank(source, self.size)
         assert values is not None
         return values[0]
+
+    def store(self, name: str) -> dist.Store:
+        """Return a new store."""
+        del name
+        return dist.HashStore()
 
     def meet(self, name: str, value: str, patience: float) -> bool:
         """Return `True`."""
@@ -248,13 +260,16 @@ class TorchProcesses:
         dist.scatter_object_list(received, sent, group_src=source, group=self._group)
         return received[0]
 
+    def store(self, name: str) -> dist.Store:
+        """Return the part of the world's store under this name for these ranks."""
+        return dist.PrefixStore(f"{name}/{dist.get_process_group_ranks(self._group)}", _default_store())
+
     def meet(self, name: str, value: str, patience: float) -> bool:
         """Whether all ranks call this with the same value, according to the store of the world."""
-        store = _default_store()
+        store = self.store(name)
         try:
-            name = f"{name}/{dist.get_process_group_ranks(self._group)}"
             # Numbered, so that a value of an earlier call is not mistaken for an answer.
-            call = f"{name}/{store.add(f'{name}/times/{self.rank}', 1)}"
+            call = store.add(f"times/{self.rank}", 1)
             keys = [f"{call}/{rank}" for rank in range(self.size)]
             store.set(keys[self.rank], value)
             is_same = _has_all(store, keys, value, patience)
@@ -426,12 +441,20 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
 
 
 def _has_all(store: dist.Store, keys: list[str], value: str, patience: float) -> bool:
-    ends = time.monotonic() + patience
-    while not store.check(keys):  # not wait(), which prints a warning when the time is over
-        if time.monotonic() > ends:
-            return False
-        time.sleep(_BETWEEN_LOOKS)
-    return all(store.get(key) == value.encode() for key in keys)
+    # Not wait(), which prints a warning when the time is over.
+    is_complete = any(store.check(keys) for _ in looks(patience))
+    return is_complete and all(store.get(key) == value.encode() for key in keys)
+
+
+def looks(seconds: float) -> Generator[None]:
+    """Yield for this many seconds, at least once, and sleep in between: at first shortly, then a part of the wait."""
+    begun = time.monotonic()
+    while True:
+        yield
+        waited = time.monotonic() - begun
+        if waited > seconds:
+            return
+        time.sleep(min(max(waited / 20, _SHORTEST_SLEEP), _LONGEST_SLEEP))
 
 
 def leave_at_exit() -> None:

@@ -27,7 +27,6 @@ from trainer_lib import (
 )
 from trainer_lib.checkpointing.format.layout import partial_beside, replaced_beside
 from trainer_lib.checkpointing.format.manifest import CHECKSUM, sealed
-from trainer_lib.launchers import run_forked
 from trainer_lib.modules.state import module_state
 
 
@@ -425,6 +424,25 @@ def test_a_folder_has_to_be_given_without_automatic_naming(tmp_path: Path) -> No
         accelerator.save_state()
     with pytest.raises(ConfigurationError, match=r"load_state\(\) needs a folder"):
         accelerator.load_state()
+
+
+def test_another_project_can_be_set(tmp_path: Path) -> None:
+    accelerator = engine(project_dir=tmp_path / "first", log_with="jsonl")
+    trained(accelerator)
+    accelerator.project_configuration = ProjectConfiguration(
+        project_dir=tmp_path / "second", automatic_checkpoint_naming=True, total_limit=1, iteration=4
+    )
+    assert (accelerator.project_dir, accelerator.save_iteration) == (tmp_path / "second", 4)
+    for _ in range(2):
+        accelerator.save_state()
+    assert states_in(tmp_path / "second") == ["checkpoint_5"]
+    accelerator.init_trackers("digits")
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert not (tmp_path / "first").exists()
+    assert sorted(path.name for path in (tmp_path / "second").iterdir()) == ["checkpoints", "digits.jsonl"]
+    with pytest.raises(ConfigurationError, match=r"which is not set. Give project_dir"):
+        accelerator.project_configuration = ProjectConfiguration(automatic_checkpoint_naming=True)
 
 
 @pytest.mark.parametrize(
@@ -872,27 +890,6 @@ def test_an_error_of_one_process_is_one_on_all_and_nothing_is_lost(tmp_path: Pat
     assert first == "CheckpointError: save_state failed on rank 1: ZeroDivisionError: division by zero"
     assert second == "ZeroDivisionError: division by zero"
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-
-
-def test_a_process_that_waits_for_the_others_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from trainer_lib.collectives import agreement
-
-    monkeypatch.setattr(agreement, "PATIENCE", 0.05)
-
-    def body() -> str:
-        import threading
-
-        accelerator = engine()
-        trained(accelerator)
-        if accelerator.process_index == 1:
-            threading.Event().wait(0.5)
-        accelerator.save_state(tmp_path / "state")
-        return caplog.text
-
-    text, _ = run_forked(body, timeout=60)
-    assert "Rank 0 has waited 0.05 seconds in save_state for the other ranks. All ranks have to call it" in text
 
 
 def test_processes_that_do_different_things_are_told(tmp_path: Path) -> None:

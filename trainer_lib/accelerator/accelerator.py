@@ -146,10 +146,8 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.dataloader_config: DataLoaderConfiguration = construction.data_configuration(
             dataloader_config, older_arguments
         )
-        self.project_configuration: ProjectConfiguration = project_configuration(
-            project_dir, project_config, older_arguments.get("logging_dir")
-        )
-        self.log_with: list[str | GeneralTracker] = checked_trackers(log_with, self.project_configuration)
+        project = project_configuration(project_dir, project_config, older_arguments.get("logging_dir"))
+        self.log_with: list[str | GeneralTracker] = checked_trackers(log_with, project)
         self._handlers = handlers
         group_options = self.init_handler or InitProcessGroupKwargs()
         precision = construction.precision_name(mixed_precision, older_arguments)
@@ -216,7 +214,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.prepared: Prepared = Prepared(self.strategy)
         construction.keep_gradients_of_graphs(self.window, self.prepared, self.state)
         self.engine: Engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
-        self.checkpoints: Checkpoints = Checkpoints(self.engine, self.project_configuration)
+        self.checkpoints: Checkpoints = Checkpoints(self.engine, project)
         self._weighted = WeightedBackward(self.engine)
         self._unprepared: Any = None  # the watch for optimizers that were not prepared
 

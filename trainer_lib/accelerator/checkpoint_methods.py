@@ -12,7 +12,7 @@ from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.lazy_imports import without_collections
-from trainer_lib.options.project_options import ProjectConfiguration
+from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
 from trainer_lib.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 class CheckpointMethods(CollectiveMethods):
     """Methods of an `Accelerator` that save and load."""
 
-    project_configuration: ProjectConfiguration
     prepared: Prepared
     strategy: Strategy
     checkpoints: "Checkpoints"
 
     # -- settings ------------------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """The project's folders, and how its checkpoints are named and kept; another one can be set."""
+        return self.checkpoints.project
+
+    @project_configuration.setter
+    def project_configuration(self, configuration: ProjectConfiguration) -> None:
+        self.checkpoints.project = project_configuration(None, configuration)
 
     @property
     def project_dir(self) -> str | AnyPath | None:
@@ -110,6 +118,9 @@ class CheckpointMethods(CollectiveMethods):
     ) -> str:
         """Save models, optimizers, schedules, loaders, generators and registered objects. All ranks call it.
 
+        Under DDP, rank 0 saves alone where no other rank calls it within a minute, as in scripts that save under `if
+        accelerator.is_main_process`. A run that resumes from such a state lacks the random states of the other ranks.
+
         The save is atomic: if a process is killed, the folder is complete or does not exist. An existing folder of
         the same name is replaced once the new one is complete. A failure on one rank raises on all ranks.
 
@@ -142,11 +153,11 @@ class CheckpointMethods(CollectiveMethods):
             save(
                 self.checkpoints,
                 output_dir,
-                safe_serialization,
-                allow_pickle,
-                background,
-                layout,
-                save_model_func_kwargs,
+                safe_serialization=safe_serialization,
+                allow_pickle=allow_pickle,
+                background=background,
+                layout=layout,
+                save_model_kwargs=save_model_func_kwargs,
             )
         )
 

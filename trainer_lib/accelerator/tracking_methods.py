@@ -10,13 +10,14 @@ from trainer_lib.tracking.base import GeneralTracker, SilentTracker
 from trainer_lib.tracking.registry import installed_trackers, names_of, tracker_class
 
 if TYPE_CHECKING:
+    from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
     from trainer_lib.tracking.tracker_group import Isolation, TrackerGroup
 
 
 class TrackingMethods(CollectiveMethods):
     """Methods of an `Accelerator` that log to trackers."""
 
-    project_configuration: ProjectConfiguration
+    checkpoints: "Checkpoints"
     log_with: list[str | GeneralTracker]
     _trackers: "TrackerGroup | None" = None
     _attached: "tuple[TrackerGroup, ...]" = ()  # of the callbacks of a Trainer
@@ -67,7 +68,7 @@ class TrackingMethods(CollectiveMethods):
         if self._trackers is not None:
             self._trackers.finish()
         self._trackers = TrackerGroup(
-            self.log_with, project_name, self.project_configuration.logging_dir, init_kwargs, isolation=isolation
+            self.log_with, project_name, self.checkpoints.project.logging_dir, init_kwargs, isolation=isolation
         )
         if config is not None:
             self._trackers.store_init_configuration(config)

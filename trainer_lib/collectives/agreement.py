@@ -180,7 +180,7 @@ def gather_checked(
         doing: The call that this is part of, as the user knows it.
         error_class: What to raise if ranks are in different calls.
     """
-    with group.noticed_after(PATIENCE, partial(_warn_of_waiting, group.rank, doing)):
+    with group.noticed_after(PATIENCE, partial(warn_of_waiting, group.rank, doing)):
         by_rank = group.all_gather_objects((doing, value))
     for rank, (other, _) in enumerate(by_rank):
         if other != doing:
@@ -196,7 +196,7 @@ def broadcast_noticed(group: ProcessGroup, value: Any, doing: str) -> Any:
         value: The value of this rank.
         doing: The call that this is part of, as the user knows it.
     """
-    with group.noticed_after(PATIENCE, partial(_warn_of_waiting, group.rank, doing)):
+    with group.noticed_after(PATIENCE, partial(warn_of_waiting, group.rank, doing)):
         return group.broadcast_objects([value])[0]
 
 
@@ -204,7 +204,8 @@ def _shared_class(error: Exception) -> type[TrainerLibError] | None:
     return next((shared for shared in _SHARED_CLASSES if isinstance(error, shared)), None)
 
 
-def _warn_of_waiting(rank: int, doing: str) -> None:
+def warn_of_waiting(rank: int, doing: str) -> None:
+    """Log that a rank waits long in a call for the other ranks."""
     _logger.warning(
         "Rank %d has waited %g seconds in %s for the other ranks. All ranks have to call it: "
         "is it inside `if accelerator.is_main_process`?",

@@ -56,9 +56,11 @@ class AccelerateSaveLayout:
                 name, key = fsdp_folder(part.kind, part.index)
                 write_shards(folder / name, {key: state})
 
-    def manifest(self, checkpoints: Checkpoints, parts: list[Part], is_automatic: bool) -> Manifest | None:
+    def manifest(
+        self, checkpoints: Checkpoints, parts: list[Part], is_automatic: bool, world_size: int
+    ) -> Manifest | None:
         """Log what is not saved."""
-        del checkpoints, is_automatic
+        del checkpoints, is_automatic, world_size
         kinds = {part.kind for part in parts}
         written = ", ".join(part.name for part in parts if part.kind not in NOT_SAVED)
         left_out = "; ".join(f"{kind} ({reason})" for kind, reason in NOT_SAVED.items() if kind in kinds)

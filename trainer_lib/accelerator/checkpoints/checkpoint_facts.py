@@ -9,13 +9,14 @@ from trainer_lib.checkpointing.format.state_parts import Part, kinds_of
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 
 
-def make_manifest(checkpoints: Checkpoints, parts: Sequence[Part], is_automatic: bool) -> Manifest:
+def make_manifest(checkpoints: Checkpoints, parts: Sequence[Part], is_automatic: bool, world_size: int) -> Manifest:
     """Return the manifest of a checkpoint before its files are written.
 
     Args:
         checkpoints: The checkpoints that the new one joins.
         parts: The parts to save.
         is_automatic: Whether the checkpoint is named automatically, by its number.
+        world_size: The number of ranks that save.
 
     Raises:
         ConfigurationError: If a registered function returns a fact that a manifest does not know.
@@ -27,7 +28,7 @@ def make_manifest(checkpoints: Checkpoints, parts: Sequence[Part], is_automatic:
         if name not in REPORTED_FIELDS:
             raise ConfigurationError(unknown("fact", name, REPORTED_FIELDS))
     automatic: dict[str, Any] = {
-        "world_size": engine.world_size,
+        "world_size": world_size,
         "step": engine.window.backwards,
         "backwards": engine.window.backwards,
         "iteration": checkpoints.project.iteration if is_automatic else None,

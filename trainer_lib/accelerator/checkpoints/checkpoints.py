@@ -14,6 +14,7 @@ from trainer_lib.collectives.agreement import HeldError, gather_checked
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnwritableError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
+from trainer_lib.process_group import ProcessGroup
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
@@ -74,8 +75,8 @@ class Checkpoints:
             raise ConfigurationError(f"register_state_facts takes a function without arguments (got {facts!r}).")
         return _registered(self.facts, facts)
 
-    def leaders_choice(self, choose: Callable[[], AnyPath], operation: str) -> AnyPath:
-        """Return the path that the leader chooses; raise on all ranks if `choose` fails on one."""
+    def leaders_choice(self, choose: Callable[[], AnyPath], operation: str, group: ProcessGroup) -> AnyPath:
+        """Return the path that the leader chooses; raise on all ranks of the group if `choose` fails on one."""
         path, error = None, HeldError(operation, CheckpointError)
         with error.held():
             try:
@@ -83,7 +84,7 @@ class Checkpoints:
             except OSError as failure:
                 kind = CheckpointError if operation == "load_state" else UnwritableError
                 raise kind(f"{failure.filename} cannot be read: {failure.strerror}.") from failure
-        reports = gather_checked(self.engine.group, error.pack(path), operation, CheckpointError)
+        reports = gather_checked(group, error.pack(path), operation, CheckpointError)
         error.raise_first([report for report, _ in reports])
         return path_at(reports[self.leader][1])
 

@@ -10,6 +10,7 @@ import torch
 
 from trainer_lib.accelerator.checkpoints import accelerator_parts, third_party_state
 from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names, saved_pickles
+from trainer_lib.accelerator.checkpoints.saving_ranks import meet_to_load
 from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_number, committed
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.state_parts import (
@@ -50,6 +51,7 @@ def load(
     """Load a checkpoint for `load_state`."""
     engine, group = checkpoints.engine, checkpoints.engine.group
     options = _load_options(engine.device, load_kwargs, load_model_kwargs, allow_pickle, safe_serialization)
+    meet_to_load(checkpoints)
     folder, opened = _open_newest_undamaged(checkpoints, input_dir)
     manifest = opened.manifest
     if saved_pickles(folder):
@@ -80,7 +82,7 @@ def _open_newest_undamaged(
     while True:
         try:
             folder = checkpoints.leaders_choice(
-                lambda: _source(checkpoints, input_dir if is_named else None), "load_state"
+                lambda: _source(checkpoints, input_dir if is_named else None), "load_state", group
             )
         except CheckpointError as error:
             if damage:  # no undamaged checkpoint is left: say why

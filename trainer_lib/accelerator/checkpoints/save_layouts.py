@@ -29,7 +29,9 @@ class SaveLayout(Protocol):
         """Write what all ranks write together; all of them call it."""
         ...
 
-    def manifest(self, checkpoints: Checkpoints, parts: list[Part], is_automatic: bool) -> Manifest | None:
+    def manifest(
+        self, checkpoints: Checkpoints, parts: list[Part], is_automatic: bool, world_size: int
+    ) -> Manifest | None:
         """Return the manifest of the checkpoint; `None` if the layout has none."""
         ...
 
@@ -44,9 +46,11 @@ class OwnLayout:
     def write_shards(self, folder: Path, states: Sequence[tuple[Part, Any]]) -> None:
         """Do nothing: each rank's shards are a file of its own."""
 
-    def manifest(self, checkpoints: Checkpoints, parts: list[Part], is_automatic: bool) -> Manifest | None:
+    def manifest(
+        self, checkpoints: Checkpoints, parts: list[Part], is_automatic: bool, world_size: int
+    ) -> Manifest | None:
         """Return the manifest."""
-        return make_manifest(checkpoints, parts, is_automatic)
+        return make_manifest(checkpoints, parts, is_automatic, world_size)
 
 
 def layout_of(

@@ -9,6 +9,7 @@ from typing import Any
 from trainer_lib.accelerator.checkpoints import accelerator_parts
 from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints, check_names, note_pickles
 from trainer_lib.accelerator.checkpoints.save_layouts import OWN, layout_of
+from trainer_lib.accelerator.checkpoints.saving_ranks import ranks_that_save
 from trainer_lib.checkpointing.format.layout import AUTOMATIC_FOLDER, automatic_name, state_folder
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
 from trainer_lib.checkpointing.format.state_parts import (
@@ -47,21 +48,37 @@ _CHANGED = (
 def save(
     checkpoints: Checkpoints,
     output_dir: str | AnyPath | None,
-    safe_serialization: bool,
-    allow_pickle: bool,
-    background: bool,
-    layout: str,
-    save_model_kwargs: Mapping[str, Any],
+    *,
+    safe_serialization: bool = True,
+    allow_pickle: bool = False,
+    background: bool = False,
+    layout: str = OWN,
+    save_model_kwargs: Mapping[str, Any] | None = None,
+    group: ProcessGroup | None = None,
 ) -> AnyPath:
-    """Save a checkpoint for `save_state`, and return its folder."""
-    engine, group = checkpoints.engine, checkpoints.engine.group
+    """Save a checkpoint for `save_state`, and return its folder.
+
+    Args:
+        checkpoints: The checkpoints that the new one joins.
+        output_dir: The folder; by default the next one under automatic naming.
+        safe_serialization: Write weights as safetensors.
+        allow_pickle: Pickle parts of registered objects that are no plain values.
+        background: Let a thread write.
+        layout: "trainer_lib" or "accelerate".
+        save_model_kwargs: The options that bound the size of files.
+        group: The ranks that save; by default all, or rank 0 if only that one is in this call.
+    """
+    engine, save_model_kwargs = checkpoints.engine, save_model_kwargs or {}
+    group = group or ranks_that_save(checkpoints)
+    if group is None:
+        return _next_folder(checkpoints, output_dir)
     check_names(save_model_kwargs, ("max_shard_size",), "save_state")
     options = StateOptions(allow_pickle=allow_pickle, safe_serialization=safe_serialization, **save_model_kwargs)
     if engine.strategy.writes_shards and layout == OWN:
         _check_options_for_shards(checkpoints, safe_serialization, save_model_kwargs)
     automatic = output_dir is None
     operation = "save_state(background=True)" if background else "save_state"
-    target = checkpoints.leaders_choice(lambda: _target(checkpoints, output_dir), operation)
+    target = checkpoints.leaders_choice(lambda: _target(checkpoints, output_dir), operation, group)
     save_layout = layout_of(layout, checkpoints, target, options, background, save_model_kwargs)
     parts = accelerator_parts.collect(engine, checkpoints.leads)
     clear_up = partial(_clear_up, checkpoints.leads, target.parent, checkpoints.project.total_limit)
@@ -69,13 +86,13 @@ def save(
         saving = stack.enter_context(writer_for(target, group, checkpoints.leader))
         saving.finite.infinite_buffers = checkpoints.infinite_buffers
         with raise_on_all_ranks(group, "save_state", CheckpointError):
-            states = _states(checkpoints, parts, saving.folder)
+            states = _states(checkpoints, parts, saving.folder, group)
             files = {
                 name: content
                 for part, state in states
                 for name, content in save_layout.files(part, state, options).items()
             }
-            manifest: Any = save_layout.manifest(checkpoints, parts, automatic)  # on a disk, it may be None
+            manifest: Any = save_layout.manifest(checkpoints, parts, automatic, group.size)  # on a disk, it may be None
             if background:
                 files = checkpoints.background.snapshots.take(files, checkpoints.background.changed_by_steps())
         save_layout.write_shards(saving.folder, states)
@@ -116,16 +133,20 @@ def _check_options_for_shards(
 
 def _target(checkpoints: Checkpoints, output_dir: str | AnyPath | None) -> AnyPath:
     checkpoints.background.wait()
-    if output_dir is not None:
-        return _check_url(checkpoints, state_folder(output_dir))
-    project = _check_url(checkpoints, checkpoints.project_folder("save_state"))
-    target = project / AUTOMATIC_FOLDER / automatic_name(checkpoints.project.iteration)
-    if target in storage_of(target.parent).states():
+    target = _check_url(checkpoints, _next_folder(checkpoints, output_dir))
+    if output_dir is None and target in storage_of(target.parent).states():
         raise ConfigurationError(
             f"{target} exists already, from another run. Call load_state() to continue that run, or give another "
             "project_dir, or the number to start at: ProjectConfiguration(iteration=…)."
         )
     return target
+
+
+def _next_folder(checkpoints: Checkpoints, output_dir: str | AnyPath | None) -> AnyPath:
+    if output_dir is not None:
+        return state_folder(output_dir)
+    name = automatic_name(checkpoints.project.iteration)
+    return checkpoints.project_folder("save_state") / AUTOMATIC_FOLDER / name
 
 
 def _check_url(checkpoints: Checkpoints, folder: AnyPath) -> AnyPath:
@@ -137,7 +158,7 @@ def _check_url(checkpoints: Checkpoints, folder: AnyPath) -> AnyPath:
     return folder
 
 
-def _states(checkpoints: Checkpoints, parts: list[Part], folder: Path) -> list[tuple[Part, Any]]:
+def _states(checkpoints: Checkpoints, parts: list[Part], folder: Path, group: ProcessGroup) -> list[tuple[Part, Any]]:
     """Run the save hooks, and return the parts that are saved with their states."""
     engine = checkpoints.engine
     # States whose collection may need collectives come first: no rank can have failed at something else yet.
@@ -145,7 +166,7 @@ def _states(checkpoints: Checkpoints, parts: list[Part], folder: Path) -> list[t
     weights = [part for part in parts if isinstance(part, Weights)]
     remaining = [states[part.name] for part in weights]
     # A hook may fail on one rank, and the collectives that follow need all ranks.
-    with raise_on_all_ranks(engine.group, "save_state", CheckpointError):
+    with raise_on_all_ranks(group, "save_state", CheckpointError):
         for hook in list(checkpoints.save_hooks.values()):
             hook(engine.bare_models(), remaining, str(folder))
     saved: list[tuple[Part, Any]] = []

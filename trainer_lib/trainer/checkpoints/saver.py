@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
+from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
@@ -52,8 +53,11 @@ class CheckpointSaver:
         self._flush()
         if self.pending is not None:  # the save before hangs
             return
+        with without_collections():
+            from trainer_lib.accelerator.checkpoints.save_state import save
+
         self._began, self.failure = time.monotonic(), None
-        run, state = self._run, self._run.state
+        run, state, accelerator = self._run, self._run.state, self._run.accelerator
         earlier = [checkpoint for checkpoint in state.checkpoints if checkpoint["path"] != str(target)]
         entry = {"path": str(target), "step": state.step, "metrics": metrics, **self._position()}
         self.reasons = self._reasons()
@@ -61,7 +65,7 @@ class CheckpointSaver:
         self._context.events.fire("on_save_begin", run, target)
         state.checkpoints = [*earlier, entry]  # so that a run that resumes from it lists it
         try:
-            run.accelerator.save_state(target, background=run.args.save_in_background)
+            save(accelerator.checkpoints, target, background=run.args.save_in_background, group=accelerator.group)
         except UnwritableError as error:
             self._handle_failure(error)
             return

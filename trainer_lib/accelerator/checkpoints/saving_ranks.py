@@ -1,0 +1,136 @@
+"""Which ranks save a state: all of them, or rank 0 alone where only the main process calls `save_state`.
+
+Scripts for Accelerate often save under `if accelerator.is_main_process:`. Under DDP rank 0 has all weights, so it saves
+alone once it has waited for the other ranks. They may be in a collective of the script, so ranks find each other by the
+store of the world. Rank 0 counts its calls; another rank joins the call at its own place in the training.
+"""
+
+from datetime import timedelta
+from functools import partial
+
+from trainer_lib.accelerator.checkpoints.checkpoints import Checkpoints
+from trainer_lib.collectives import agreement
+from trainer_lib.foundation.errors import WorldError
+from trainer_lib.logging import get_logger
+from trainer_lib.process_group import LoneProcess, ProcessGroup, looks
+
+_logger = get_logger(__name__)
+
+_ALL, _ALONE = "all", "alone"
+
+
+def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
+    """Return the group of the ranks that save; `None` on a rank that called `save_state` after rank 0 saved alone."""
+    group = checkpoints.engine.group
+    if not _may_save_alone(checkpoints):
+        return group
+    calls = _Calls(checkpoints)
+    if group.rank == 0:
+        return group if calls.wait_for_others() else _alone(group, calls.patience)
+    if calls.join() == _ALL:
+        return group
+    _logger.warning(
+        "Rank %d called save_state after rank 0 had saved alone, so the checkpoint has none of its random states.",
+        group.rank,
+        main_process_only=False,
+    )
+    return None
+
+
+def meet_to_load(checkpoints: Checkpoints) -> None:
+    """Let a rank that is in `save_state` by mistake find the others in `load_state`, and raise there."""
+    if _may_save_alone(checkpoints):
+        calls = _Calls(checkpoints)
+        if checkpoints.engine.rank == 0:
+            calls.begin(_ALL)
+        else:
+            calls.join()
+
+
+def _may_save_alone(checkpoints: Checkpoints) -> bool:
+    engine = checkpoints.engine
+    is_whole = not (engine.strategy.gathers_to_rank_zero or engine.trains_locally)
+    return engine.group.size > 1 and is_whole and not checkpoints.project.save_on_each_node
+
+
+def _alone(group: ProcessGroup, patience: float) -> ProcessGroup:
+    _logger.warning_once(
+        "save_state was called on rank 0 only: no other rank came within %g seconds. From now on rank 0 saves alone, "
+        "without the random states of the other %d, so a resumed run differs from one that was not interrupted. Call "
+        "save_state on all ranks, outside `if accelerator.is_main_process`.",
+        patience,
+        group.size - 1,
+    )
+    return LoneProcess()
+
+
+class _Calls:
+    """The calls of rank 0, by number, in the store of the world.
+
+    Args:
+        checkpoints: What is saved.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        engine = checkpoints.engine
+        self._group, self._place = engine.group, engine.window.backwards
+        self._store = engine.group.store("save_state")
+        self._timeout = (engine.group.timeout or timedelta.max).total_seconds()
+        # Meanwhile the other ranks may be in a collective, which ends with an error after the timeout.
+        self.patience: float = min(agreement.PATIENCE, self._timeout / 2)
+
+    def begin(self, answer: str | None = None) -> int:
+        """Begin a call of rank 0, and return its number."""
+        number = self._store.add("calls", 0) + 1
+        self._store.set(f"{number}/place", str(self._place))
+        if answer is not None:
+            self._store.set(f"{number}/answer", answer)
+        self._store.add("calls", 1)
+        return number
+
+    def wait_for_others(self) -> bool:
+        """Begin a call of rank 0, and return whether all other ranks joined it in time.
+
+        Rank 0 does not wait where no other rank has called `save_state` since it saved alone.
+        """
+        number = self.begin()
+        is_hopeless = self._store.check(["alone_after"]) and self._get("alone_after") == self._calls_of_others()
+        joined = [f"{number}/{rank}" for rank in range(1, self._group.size)]
+        is_joined = any(self._store.check(joined) for _ in looks(0 if is_hopeless else self.patience))
+        if not is_joined:
+            self._store.set("alone_after", self._calls_of_others())
+        self._store.set(f"{number}/answer", _ALL if is_joined else _ALONE)
+        return is_joined
+
+    def join(self) -> str:
+        """Join the call of rank 0 at this place in the training, and return its answer."""
+        store, rank = self._store, self._group.rank
+        store.add("others", 1)
+        last = f"last/{rank}"
+        answered = int(self._get(last)) if store.check([last]) else 0
+        joined = 0
+        with self._group.noticed_after(agreement.PATIENCE, partial(agreement.warn_of_waiting, rank, "save_state")):
+            for _ in looks(self._timeout):
+                number = store.add("calls", 0)
+                if number == answered:
+                    continue
+                if store.check([f"{number}/answer"]):
+                    answered = number
+                    store.set(last, str(number))
+                    answer = self._get(f"{number}/answer")
+                    # Of a call that rank 0 made alone at an earlier place, this rank is not late: it awaits the next.
+                    if answer == _ALL or joined == number or int(self._get(f"{number}/place")) >= self._place:
+                        return answer
+                elif joined != number:
+                    store.set(f"{number}/{rank}", "")
+                    joined = number
+        raise WorldError(
+            f"Rank {rank} has waited {self._timeout:g} seconds in save_state or load_state for rank 0. All ranks have "
+            "to call it."
+        )
+
+    def _calls_of_others(self) -> str:
+        return str(self._store.add("others", 0))
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode()
