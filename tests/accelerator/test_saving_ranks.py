@@ -53,6 +53,7 @@ def test_the_main_process_saves_alone_where_only_it_calls(
     (whole, resumed, first_waits, text), (_, other, _, _) = run_forked(body, timeout=120)
     assert resumed == whole == other
     assert first_waits == [PATIENCE, 0, 0]
+    assert text.count("Rank 0 waits in save_state for the other ranks, up to 0.4 seconds.") == 1
     assert text.count("save_state was called on rank 0 only: no other rank came within 0.4 seconds.") == 1
     if options.get("layout") != "accelerate":
         assert [read_manifest(tmp_path / str(number)).world_size for number in range(3)] == [1, 1, 1]

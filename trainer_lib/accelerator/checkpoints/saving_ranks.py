@@ -26,7 +26,7 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
         return group
     calls = _Calls(checkpoints)
     if group.rank == 0:
-        return group if calls.wait_for_others() else _alone(group, calls.patience)
+        return group if calls.wait_for_others() else _alone(calls.patience)
     if calls.join() == _ALL:
         return group
     _logger.warning(
@@ -53,15 +53,22 @@ def _may_save_alone(checkpoints: Checkpoints) -> bool:
     return engine.group.size > 1 and is_whole and not checkpoints.project.save_on_each_node
 
 
-def _alone(group: ProcessGroup, patience: float) -> ProcessGroup:
+def _alone(patience: float) -> ProcessGroup:
     _logger.warning_once(
         "save_state was called on rank 0 only: no other rank came within %g seconds. From now on rank 0 saves alone, "
-        "without the random states of the other %d, so a resumed run differs from one that was not interrupted. Call "
+        "without the random states of the others, so a resumed run differs from one that was not interrupted. Call "
         "save_state on all ranks, outside `if accelerator.is_main_process`.",
         patience,
-        group.size - 1,
     )
     return LoneProcess()
+
+
+def _warn_of_the_wait(patience: float) -> None:
+    _logger.warning_once(
+        "Rank 0 waits in save_state for the other ranks, up to %g seconds. If only the main process calls it, rank 0 "
+        "saves alone then.",
+        patience,
+    )
 
 
 class _Calls:
@@ -96,7 +103,8 @@ class _Calls:
         number = self.begin()
         is_hopeless = self._store.check(["alone_after"]) and self._get("alone_after") == self._calls_of_others()
         joined = [f"{number}/{rank}" for rank in range(1, self._group.size)]
-        is_joined = any(self._store.check(joined) for _ in looks(0 if is_hopeless else self.patience))
+        with self._group.noticed_after(self.patience / 6, partial(_warn_of_the_wait, self.patience)):
+            is_joined = any(self._store.check(joined) for _ in looks(0 if is_hopeless else self.patience))
         if not is_joined:
             self._store.set("alone_after", self._calls_of_others())
         self._store.set(f"{number}/answer", _ALL if is_joined else _ALONE)
