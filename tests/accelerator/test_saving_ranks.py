@@ -10,10 +10,12 @@ from torch import nn
 
 from tests.accelerator import toy
 from tests.accelerator.test_persistence import engine, train, trained
+from tests.trainer.tasks import arguments, trainer
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
 from trainer_lib.accelerator.checkpoints import saving_ranks
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.collectives import agreement
+from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import run_forked
 
 PATIENCE = 0.4
@@ -141,3 +143,21 @@ def test_ranks_that_joined_in_vain_continue(tmp_path: Path, caplog: pytest.LogCa
     assert "Rank 1 called save_state after rank 0 had saved alone" in text
     assert (first[0], folder, last[0]) == (str(tmp_path / "state"), str(tmp_path / "state"), "")
     assert read_manifest(tmp_path / "state").world_size == 1
+
+
+class Late(Callback):
+    """Holds rank 1 up before a save, longer than rank 0 would wait for it in a script."""
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        del folder
+        if run.accelerator.process_index == 1:
+            time.sleep(2 * PATIENCE)
+
+
+def test_a_trainer_saves_on_all_ranks_however_late_one_is(tmp_path: Path) -> None:
+    def body() -> str:
+        args = arguments(max_steps=2, save_every=2, output_dir=tmp_path)
+        return str(trainer(args, callbacks=[Late()]).fit().last_checkpoint)
+
+    folder, _ = run_forked(body, timeout=120)
+    assert read_manifest(Path(folder)).world_size == 2
