@@ -17,16 +17,17 @@ from trainer_lib.process_group import LoneProcess, ProcessGroup, looks
 _logger = get_logger(__name__)
 
 _ALL, _ALONE = "all", "alone"
+_SHOWN = 8  # ranks in a message
 
 
 def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
     """Return the group of the ranks that save; `None` on a rank that called `save_state` after rank 0 saved alone."""
     group = checkpoints.engine.group
-    if not _may_save_alone(checkpoints):
+    if group.size == 1:
         return group
     calls = _Calls(checkpoints)
     if group.rank == 0:
-        return group if calls.wait_for_others() else _alone(calls.patience)
+        return group if calls.wait_for_others() else LoneProcess()
     if calls.join() == _ALL:
         return group
     _logger.warning(
@@ -39,7 +40,7 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
 
 def meet_to_load(checkpoints: Checkpoints) -> None:
     """Let a rank that is in `save_state` by mistake find the others in `load_state`, and raise there."""
-    if _may_save_alone(checkpoints):
+    if checkpoints.engine.world_size > 1:
         calls = _Calls(checkpoints)
         if checkpoints.engine.rank == 0:
             calls.begin(_ALL)
@@ -50,25 +51,7 @@ def meet_to_load(checkpoints: Checkpoints) -> None:
 def _may_save_alone(checkpoints: Checkpoints) -> bool:
     engine = checkpoints.engine
     is_whole = not (engine.strategy.gathers_to_rank_zero or engine.trains_locally)
-    return engine.group.size > 1 and is_whole and not checkpoints.project.save_on_each_node
-
-
-def _alone(patience: float) -> ProcessGroup:
-    _logger.warning_once(
-        "save_state was called on rank 0 only: no other rank came within %g seconds. From now on rank 0 saves alone, "
-        "without the random states of the others, so a resumed run differs from one that was not interrupted. Call "
-        "save_state on all ranks, outside `if accelerator.is_main_process`.",
-        patience,
-    )
-    return LoneProcess()
-
-
-def _warn_of_the_wait(patience: float) -> None:
-    _logger.warning_once(
-        "Rank 0 waits in save_state for the other ranks, up to %g seconds. If only the main process calls it, rank 0 "
-        "saves alone then.",
-        patience,
-    )
+    return is_whole and not checkpoints.project.save_on_each_node
 
 
 class _Calls:
@@ -83,8 +66,9 @@ class _Calls:
         self._group, self._place = engine.group, engine.window.backwards
         self._store = engine.group.store("save_state")
         self._timeout = (engine.group.timeout or timedelta.max).total_seconds()
+        self._may_save_alone = _may_save_alone(checkpoints)
         # Meanwhile the other ranks may be in a collective, which ends with an error after the timeout.
-        self.patience: float = min(agreement.PATIENCE, self._timeout / 2)
+        self._patience = min(agreement.PATIENCE, self._timeout / 2) if self._may_save_alone else self._timeout
 
     def begin(self, answer: str | None = None) -> int:
         """Begin a call of rank 0, and return its number."""
@@ -99,16 +83,48 @@ class _Calls:
         """Begin a call of rank 0, and return whether all other ranks joined it in time.
 
         Rank 0 does not wait where no other rank has called `save_state` since it saved alone.
+
+        Raises:
+            WorldError: If rank 0 cannot save alone.
         """
         number = self.begin()
         is_hopeless = self._store.check(["alone_after"]) and self._get("alone_after") == self._calls_of_others()
         joined = [f"{number}/{rank}" for rank in range(1, self._group.size)]
-        with self._group.noticed_after(self.patience / 6, partial(_warn_of_the_wait, self.patience)):
-            is_joined = any(self._store.check(joined) for _ in looks(0 if is_hopeless else self.patience))
+        notice = self._patience / 6 if self._may_save_alone else agreement.PATIENCE
+        with self._group.noticed_after(notice, lambda: self._warn_of_the_wait(notice, self._missing(number))):
+            is_joined = any(self._store.check(joined) for _ in looks(0 if is_hopeless else self._patience))
         if not is_joined:
-            self._store.set("alone_after", self._calls_of_others())
+            self._give_up(self._missing(number))
         self._store.set(f"{number}/answer", _ALL if is_joined else _ALONE)
         return is_joined
+
+    def _warn_of_the_wait(self, waited: float, missing: str) -> None:
+        _logger.warning(
+            "Rank 0 has waited %g seconds in save_state for %s. All ranks have to call it: is it inside `if "
+            "accelerator.is_main_process`?%s",
+            waited,
+            missing,
+            f" Rank 0 saves alone after {self._patience:g} seconds." if self._may_save_alone else "",
+        )
+
+    def _give_up(self, missing: str) -> None:
+        if not self._may_save_alone:
+            raise WorldError(
+                f"Rank 0 has waited {self._timeout:g} seconds in save_state for {missing}. All ranks have to call it."
+            )
+        self._store.set("alone_after", self._calls_of_others())
+        _logger.warning_once(
+            "save_state was called on rank 0, and within %g seconds not on %s: rank 0 saves alone. Without the random "
+            "states of the others, a resumed run differs from one that was not interrupted. Call save_state on all "
+            "ranks, outside `if accelerator.is_main_process`.",
+            self._patience,
+            missing,
+        )
+
+    def _missing(self, number: int) -> str:
+        ranks = [rank for rank in range(1, self._group.size) if not self._store.check([f"{number}/{rank}"])]
+        more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
     def join(self) -> str:
         """Join the call of rank 0 at this place in the training, and return its answer."""
