@@ -16,7 +16,6 @@ from trainer_lib import (
     InitProcessGroupKwargs,
 )
 from trainer_lib.options.accumulation_options import accumulation_plugin
-from trainer_lib.options.base import check_choice, check_fields_are_default
 from trainer_lib.options.enums import PrecisionType, RNGType
 
 OPTIONS = [
@@ -116,13 +115,6 @@ def test_kinds_of_worlds_go_by_device() -> None:
     assert DistributedType.of_device("cuda") is DistributedType.MULTI_GPU
     assert DistributedType.of_device("xpu") is DistributedType.MULTI_XPU
     assert DistributedType.of_device("brand new") is DistributedType.MULTI_GPU
-
-
-def test_fields_without_an_equivalent_must_stay_at_their_default() -> None:
-    check_fields_are_default(GradScalerKwargs(), ["enabled"], "why")
-    with pytest.raises(ConfigurationError, match=r"GradScalerKwargs\(enabled=False\): there is no such thing"):
-        check_fields_are_default(GradScalerKwargs(enabled=False), ["enabled"], "there is no such thing")
-    check_choice("mode", "a", ["a", "b"])
 
 
 def test_tpu_is_another_name_of_xla() -> None:

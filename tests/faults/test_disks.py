@@ -79,6 +79,9 @@ def test_a_full_disk_takes_nothing_from_the_state_before(
     ledger.note("disks", "a file system that is full", injected=1, told=1, whole=1, went_on=1)
 
 
+ALL = -1  # ranks
+
+
 def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> tuple[str, list[float], list[float]]:
     """Save, have saving fail on one process, and return what each process was told, and what it loads then."""
     accelerator, model, optimizer = trained(project)
@@ -86,7 +89,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
     before = state_of(accelerator)
     train(accelerator, model, optimizer)
     fsync = os.fsync
-    if accelerator.process_index == rank:
+    if rank in (accelerator.process_index, ALL):
         spoil(project)
     with pytest.raises(UnwritableError) as error:
         accelerator.save_state(project / "state")
@@ -98,7 +101,7 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
     return str(error.value), before, state_of(accelerator)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1, ALL])
 @pytest.mark.parametrize(
     ("kind", "spoil", "reason"),
     [
@@ -113,15 +116,18 @@ def said_on_failure(project: Path, spoil: Callable[[Path], None], rank: int) -> 
 def test_a_full_or_failing_disk_on_one_rank_raises_on_all_ranks(
     kind: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
-    runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60)
+    # The limit must not hit the store of the world as well, on one rank alone.
+    store = {} if rank == ALL else {"TRAINER_LIB_STORE_FILE": ""}
+    runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60, **store)
     for process, (message, before, after) in enumerate(runs):
         assert re.search(reason, message), message
-        assert ("save_state failed on rank" in message) == (process != rank)
+        assert ("save_state failed on rank" in message) == (rank not in (process, ALL))
         assert "are free there. Earlier checkpoints are unchanged." in message
         assert before == after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["next", "state"]
     verify_state(tmp_path / "next")
-    ledger.note("disks", kind, injected=1, told=1, whole=1, went_on=1)
+    if rank != ALL:
+        ledger.note("disks", kind, injected=1, told=1, whole=1, went_on=1)
 
 
 def test_what_is_not_only_the_disks_fault_is_laid_to_it_by_no_process(tmp_path: Path) -> None:

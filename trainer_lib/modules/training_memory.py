@@ -57,11 +57,6 @@ def training_memory(
             yield memory_of(model, strategy, precision, num_processes, activations[computes_in])
 
 
-def computing_dtype(precision: str) -> torch.dtype:
-    """Return the type that a precision computes in."""
-    return _DTYPES[precision]
-
-
 def memory_of(
     model: nn.Module, strategy: str, precision: str, num_processes: int, activations: int | None
 ) -> TrainingMemory:

@@ -1,7 +1,6 @@
 """The base of options: comparison with the defaults, and checks of values."""
 
 import copy
-import dataclasses
 import inspect
 import math
 from collections.abc import Iterable
@@ -100,11 +99,3 @@ def check_flag(option: str, value: object) -> None:
     """Raise unless `value` is true or false."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{option} must be True or False, got {shown(value)}.")
-
-
-def check_fields_are_default(options: Any, names: Iterable[str], why: str) -> None:
-    """Raise for each field of a dataclass named in `names` that is not left at its default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    for name in names:
-        if getattr(options, name) != defaults[name]:
-            raise ConfigurationError(f"{type(options).__name__}({name}={getattr(options, name)!r}): {why}")

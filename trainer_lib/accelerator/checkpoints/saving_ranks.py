@@ -5,6 +5,7 @@ alone once it has waited for the other ranks. They may be in a collective of the
 store of the world. Rank 0 counts its calls; another rank joins the call at its own place in the training.
 """
 
+import contextlib
 from datetime import timedelta
 from functools import partial
 
@@ -25,10 +26,15 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
     group = checkpoints.engine.group
     if group.size == 1:
         return group
-    calls = _Calls(checkpoints)
-    if group.rank == 0:
-        return group if calls.wait_for_others() else LoneProcess()
-    if calls.join() == _ALL:
+    try:
+        calls = _Calls(checkpoints)
+        if group.rank == 0:
+            return group if calls.wait_for_others() else LoneProcess()
+        if calls.join() == _ALL:
+            return group
+    except WorldError:
+        raise
+    except RuntimeError:  # a store on a full disk, or whose process has ended
         return group
     _logger.warning(
         "Rank %d called save_state after rank 0 had saved alone, so the checkpoint has none of its random states.",
@@ -41,11 +47,12 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
 def meet_to_load(checkpoints: Checkpoints) -> None:
     """Let a rank that is in `save_state` by mistake find the others in `load_state`, and raise there."""
     if checkpoints.engine.world_size > 1:
-        calls = _Calls(checkpoints)
-        if checkpoints.engine.rank == 0:
-            calls.begin(_ALL)
-        else:
-            calls.join()
+        with contextlib.suppress(RuntimeError):  # a store that fails; collectives follow
+            calls = _Calls(checkpoints)
+            if checkpoints.engine.rank == 0:
+                calls.begin(_ALL)
+            else:
+                calls.join()
 
 
 def _may_save_alone(checkpoints: Checkpoints) -> bool:
