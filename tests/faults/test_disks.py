@@ -117,8 +117,8 @@ def test_a_full_or_failing_disk_on_one_rank_raises_on_all_ranks(
     kind: str, spoil: Callable[[Path], None], reason: str, rank: int, tmp_path: Path, ledger: Ledger
 ) -> None:
     # The limit must not hit the store of the world as well, on one rank alone.
-    store = {} if rank == ALL else {"TRAINER_LIB_STORE_FILE": ""}
-    runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60, **store)
+    store = str(tmp_path.with_name("store")) if rank == ALL else ""
+    runs = run_world(said_on_failure, (tmp_path, spoil, rank), timeout=60, TRAINER_LIB_STORE_FILE=store)
     for process, (message, before, after) in enumerate(runs):
         assert re.search(reason, message), message
         assert ("save_state failed on rank" in message) == (rank not in (process, ALL))
