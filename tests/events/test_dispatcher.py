@@ -311,6 +311,14 @@ def test_a_callback_that_listens_only_to_events_of_another_library_is_refused(na
     Dispatcher([type("Noting", (Noting,), members)()])  # a method of its own, beside events
 
 
+@pytest.mark.parametrize(("name", "instead"), foreign_events.OF_STAGES.items())
+def test_a_set_up_for_a_stage_is_refused_beside_events_too(name: str, instead: str) -> None:
+    of_stage = type("Theirs", (Noting,), {name: lambda self, trainer, pl_module, stage: None})
+    with pytest.raises(ConfigurationError, match=rf"Theirs\.{name} is never called\. Write {instead}\(self, run\)"):
+        Dispatcher([of_stage()])
+    Dispatcher([type("Mine", (Noting,), {name: lambda self: None})()])  # a method of its own
+
+
 def test_parameters_as_in_keras_are_refused() -> None:
     class Keras(Callback):
         def on_epoch_end(self, epoch: Any, logs: Any = None) -> None: ...  # type: ignore[override]

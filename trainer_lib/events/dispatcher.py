@@ -214,6 +214,8 @@ def _check(callback: Any) -> None:
         _check_signature(callback, name, EVENTS[name].arguments)
     if not listened:
         _check_unprefixed(callback)
+    if hasattr(callback, "setup") or hasattr(callback, "teardown"):
+        _check_stages(callback)
 
 
 def _check_signature(callback: Callback, name: str, arguments: Sequence[str]) -> None:
@@ -228,6 +230,18 @@ def _check_signature(callback: Callback, name: str, arguments: Sequence[str]) ->
             f"({', '.join(names)}), as in Keras: its {names[0]} would be the run. Write {name}(self, "
             f"{', '.join(arguments)}); run.state has step, epoch and history, and run.metrics the last evaluation."
         )
+
+
+def _check_stages(callback: Callback) -> None:
+    from trainer_lib.events.foreign_events import OF_STAGES
+
+    for name, ours in OF_STAGES.items():
+        method = getattr(callback, name, None)
+        if callable(method) and "stage" in parameter_names(method):
+            raise ConfigurationError(
+                f"{type(callback).__name__}.{name} is never called. Write {ours}(self, run) instead, or "
+                "on_evaluate_begin and on_predict_begin for calls without training."
+            )
 
 
 def _check_unprefixed(callback: Callback) -> None:

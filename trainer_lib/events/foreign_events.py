@@ -36,16 +36,27 @@ RENAMED: dict[str, str] = {
     "on_evaluate": "on_evaluate_end",
     "on_prediction_step": "on_evaluate_batch_end",
     "on_test_begin": "on_evaluate_begin",
+    "on_test_start": "on_evaluate_begin",
+    "on_test_epoch_start": "on_evaluate_begin",
+    "on_sanity_check_start": "on_evaluate_begin",
     "on_validation_start": "on_evaluate_begin",
     "on_validation_epoch_start": "on_evaluate_begin",
     "on_eval_epoch_start": "on_evaluate_begin",
     "on_test_end": "on_evaluate_end",
+    "on_test_epoch_end": "on_evaluate_end",
+    "on_sanity_check_end": "on_evaluate_end",
     "on_validation_end": "on_evaluate_end",
     "on_validation_epoch_end": "on_evaluate_end",
     "on_eval_epoch_end": "on_evaluate_end",
+    "on_test_batch_start": "on_evaluate_batch_begin",
+    "on_validation_batch_start": "on_evaluate_batch_begin",
     "on_test_batch_end": "on_evaluate_batch_end",
     "on_validation_batch_end": "on_evaluate_batch_end",
     "on_eval_step_end": "on_evaluate_batch_end",
+    "on_predict_start": "on_predict_begin",
+    "on_predict_epoch_start": "on_predict_begin",
+    "on_predict_batch_start": "on_predict_batch_begin",
+    "on_predict_epoch_end": "on_predict_end",
     "on_save": "on_save_end",
     "on_save_checkpoint": "on_save_begin",
     "on_load_checkpoint": "on_load_end",
@@ -79,6 +90,9 @@ UNPREFIXED: dict[str, str] = {
     "eval_batch_end": "on_evaluate_batch_end",
     "fit_end": "on_fit_end",
 }
+
+# Of Lightning, beside its events, where a parameter is called `stage`.
+OF_STAGES: dict[str, str] = {"setup": "on_fit_begin", "teardown": "on_fit_end"}
 
 
 def instead_of(name: str, events: Iterable[str]) -> str:

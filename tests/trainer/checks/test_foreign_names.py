@@ -347,6 +347,11 @@ def subclass(**members: Any) -> Trainer:
         ("_prepare_inputs", "change run.batch in on_micro_batch_begin of a Modifier."),
         ("calculate_train_batch_loss", "Override compute_loss(self, model, batch)."),
         ("on_step_end", "write it in a Callback"),
+        ("on_train_epoch_end", "Write on_epoch_end(self, run) in a Callback, and give it by callbacks=[…]."),
+        ("on_validation_epoch_end", "Write on_evaluate_end(self, run, metrics) in a Callback"),
+        ("configure_gradient_clipping", "Override on_backward_end of a Modifier"),
+        ("optimizer_step", "Override training_step(self, model, batch), which may step the optimizers itself"),
+        ("on_after_batch_transfer", "change run.batch in on_micro_batch_begin of a Modifier."),
     ],
 )
 def test_an_override_that_nothing_calls_is_an_error(name: str, instead: str) -> None:

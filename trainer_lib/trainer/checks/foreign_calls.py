@@ -238,10 +238,20 @@ def _instead(name: str, value: Any, verbs: Sequence[str], hidden: set[str], memb
         return f"Override {OVERRIDES[name]}. {another}"
     if name in EVENTS:
         return f"{name} is an event of callbacks: write it in a Callback, and give Trainer(…, callbacks=[…])."
+    if name.startswith("on_") and (ours := _renamed_event(name)) is not None:
+        arguments = ", ".join(("self", *EVENTS[ours].arguments))
+        return f"Write {ours}({arguments}) in a Callback, and give it by callbacks=[…]. {another}"
     near = get_close_matches(name, verbs, n=1, cutoff=_NEAR)
     if not near or near[0] in members or name.startswith("_"):
         return None
     return f"Did you mean {near[0]!r}? {another}"
+
+
+def _renamed_event(name: str) -> str | None:
+    """Return the event to listen to in place of one of another library."""
+    from trainer_lib.events.foreign_events import RENAMED as RENAMED_EVENTS
+
+    return RENAMED_EVENTS.get(name)
 
 
 def _is_ours(cls: type) -> bool:

@@ -273,6 +273,7 @@ MEMBERS: dict[str, str] = {
     "should_stop": "run.control.stop",
 }
 
+_CHANGED_BATCH = "compute_loss(self, model, batch), or change run.batch in on_micro_batch_begin of a Modifier"
 _OPTIMIZER_AND_SCHEDULER = "configure_optimizer(self) and configure_scheduler(self, optimizer, total_steps, name)"
 
 # Attributes of Hugging Face's arguments that are no arguments, and what to use here.
@@ -324,8 +325,8 @@ OVERRIDES: dict[str, str] = {
     "_save": "save_model(self, output_dir)",
     "floating_point_ops": "nothing: the callback Flops counts operations",
     "get_decay_parameter_names": "configure_optimizer(self), or give TrainingArguments(parameter_groups=[…])",
-    "_prepare_inputs": "compute_loss(self, model, batch), or change run.batch in on_micro_batch_begin of a Modifier",
-    "_prepare_input": "compute_loss(self, model, batch), or change run.batch in on_micro_batch_begin of a Modifier",
+    "_prepare_inputs": _CHANGED_BATCH,
+    "_prepare_input": _CHANGED_BATCH,
     "_save_checkpoint": "on_save_begin and on_save_end of a Callback",
     "_load_from_checkpoint": "on_load_end of a Callback",
     "_maybe_log_save_evaluate": "on_step_end of a Callback, which sets run.control",
@@ -339,6 +340,17 @@ OVERRIDES: dict[str, str] = {
     "calculate_eval_batch_loss": "evaluation_step(self, model, batch)",
     "training_epoch_end": "on_epoch_end of a Callback",
     "validation_epoch_end": "on_evaluate_end of a Callback",
+    "configure_gradient_clipping": "on_backward_end of a Modifier, or give TrainingArguments(max_grad_norm=…)",
+    "configure_callbacks": "nothing: give Trainer(…, callbacks=[…])",
+    "configure_model": "nothing: make the model before the Trainer",
+    "configure_sharded_model": "nothing: make the model before the Trainer",
+    "optimizer_step": "training_step(self, model, batch), which may step the optimizers itself and return None",
+    "optimizer_zero_grad": "nothing: gradients are zeroed after each update",
+    "lr_scheduler_step": "configure_scheduler(self, optimizer, total_steps, name), whose schedule steps once an update",
+    "transfer_batch_to_device": _CHANGED_BATCH,
+    "on_before_batch_transfer": _CHANGED_BATCH,
+    "on_after_batch_transfer": _CHANGED_BATCH,
+    "prepare_data": "nothing: make the data before the Trainer",
 }
 
 # Options of launchers that users give to a script by mistake.
