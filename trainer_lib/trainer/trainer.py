@@ -37,6 +37,7 @@ from trainer_lib.trainer.tools.tool_methods import ToolMethods
 from trainer_lib.trainer.trainer_interface import (
     Assigned,
     TrainerParts,
+    Unsettable,
     evaluator_of,
     forget_loss,
     forget_measures,
@@ -107,6 +108,7 @@ class Trainer(ToolMethods, PublishMethods):
         model = Assigned(forget_model, at_construction.check_new_model)
         loss_fn = Assigned(forget_loss, at_construction.check_loss)
         eval_dataset, metrics, compute_metrics = (Assigned(forget_measures) for _ in range(3))
+        should_stop = Unsettable("Set trainer.run.control.stop = True, or in a callback run.control.stop = True.")
 
     __signature__: ClassVar[ConstructorSignature] = ConstructorSignature()
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.events import Callback, Dispatcher, Run
 from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.errors import UnknownMemberError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.evaluation.evaluation_plan import EvaluationPlan
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -198,6 +199,31 @@ class Assigned:
         vars(trainer)[self._name] = value
         if is_made:
             self._forget(trainer)
+
+
+class Unsettable:
+    """An attribute of other trainers that nothing reads here: setting it is an error, and there is nothing to read.
+
+    Args:
+        instead: What to write instead.
+    """
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Take the name of the attribute."""
+        self._name = name
+
+    def __get__(self, trainer: object, owner: type) -> NoReturn:
+        """Let Python look further, and find nothing."""
+        raise AttributeError(self._name)
+
+    def __set__(self, trainer: object, value: Any) -> NoReturn:
+        """Say what to write instead."""
+        raise UnknownMemberError(
+            f"{type(trainer).__name__} has no attribute {self._name!r}, so setting it has no effect. {self._instead}"
+        )
 
 
 def forget_prepared(trainer: TrainerInterface) -> None:

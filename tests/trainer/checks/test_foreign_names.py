@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_lib
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import ParameterGroup, Trainer, TrainingArguments, callbacks
-from trainer_lib.events import RunState
+from trainer_lib.events import Modifier, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnknownMemberError, UnsupportedError
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.checks import foreign_names
@@ -45,12 +45,30 @@ def refused(call: Callable[[], Any], kind: type[Exception] = SignatureError) -> 
         ("evalute", "Did you mean 'evaluate'?"),
         ("fit_one_cycle", 'Use TrainingArguments(lr_scheduler="one_cycle", num_train_epochs=…), and fit().'),
         ("train_on_batch", "Use fit(), or a loop with the Accelerator."),
+        ("log_dict", "Use log(name, value), for each value."),
+        ("manual_backward", "Use backward(loss)."),
+        ("sanity_checking", "Use state.step; it is 0 in the evaluation of eval_on_start."),
+        ("should_stop", "Use run.control.stop."),
     ],
 )
 def test_a_member_of_another_trainer_is_answered_with_ours(name: str, instead: str) -> None:
     made = trainer()
     assert not hasattr(made, name)
     assert refused(lambda: getattr(made, name), UnknownMemberError) == f"Trainer has no attribute {name!r}. {instead}"
+
+
+def test_a_name_of_python_is_not_suggested() -> None:
+    made: Any = trainer()
+    assert refused(lambda: made.init_, UnknownMemberError) == "Trainer has no attribute 'init_'."
+
+
+def test_should_stop_cannot_be_set() -> None:
+    class Stopping(Modifier):
+        def on_step_end(self, run: Run) -> None:
+            run.trainer.should_stop = True
+
+    with pytest.raises(UnknownMemberError, match=r"no effect\. Set trainer\.run\.control\.stop = True"):
+        trainer(callbacks=[Stopping()]).fit()
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,8 @@ def _is_model(positional: Sequence[Any]) -> bool:
 
 def missing_member(kind: type, name: str, known: Iterable[str]) -> str:
     """Return the message for an attribute that a trainer does not have."""
-    hint = f" Use {MEMBERS[name]}." if name in MEMBERS else did_you_mean(name, known)
+    public = [member for member in known if not member.startswith("_")]
+    hint = f" Use {MEMBERS[name]}." if name in MEMBERS else did_you_mean(name, public)
     if name in OVERRIDES and name not in MEMBERS:
         hint = f" What you override here is {OVERRIDES[name]}."
     return f"{kind.__name__} has no attribute {name!r}.{hint}"
