@@ -115,7 +115,8 @@ def _amount(amount: float, unit: Unit, given: Any, field: str) -> float:
     if amount == int(amount):
         return int(amount)
     if unit in _WHOLE:
-        raise ConfigurationError(f"{field}={shown(given)} must be a whole number of {unit}.")
+        part = f' For a part of an epoch, give "{given} epochs".' if unit == "steps" and given == amount else ""
+        raise ConfigurationError(f"{field}={shown(given)} must be a whole number of {unit}.{part}")
     return amount
 
 

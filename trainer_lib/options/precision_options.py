@@ -10,10 +10,12 @@ PRECISIONS = ("no", "fp16", "bf16", "bf16-true", "fp8")
 _UNSUPPORTED = {
     "fp16-true": ": gradients below 6e-8 become 0 in fp16 and values above 65504 infinite, and a loss scaler needs "
     "fp32 weights to unscale into. Use 'bf16-true', or 'fp16', which keeps the weights in fp32",
+    "64-true": ": the model's own precision counts. Convert the model and the data, model.double(), and use 'no'",
 }
 _LIGHTNING_NAMES = {
     "bf16-mixed": "bf16", "16-mixed": "fp16", "fp16-mixed": "fp16", "16": "fp16", "16-true": "fp16-true", "32": "no",
     "32-true": "no", "fp32": "no",
+    "64": "64-true",
 }  # fmt: skip
 
 

@@ -226,6 +226,8 @@ def test_an_error_inside_a_property_stays_itself() -> None:
 
 
 def test_the_table_names_what_exists() -> None:
+    assert set(foreign_names.OF_TRAINER) <= set(inspect.signature(Trainer).parameters)
+    assert not set(foreign_names.OTHERWISE) & set(settings(TrainingArguments))
     assert set(foreign_names.RENAMED.values()) <= set(settings(TrainingArguments))
     assert not [name for name in foreign_names.ATTRIBUTES if hasattr(TrainingArguments, name)]
     assert not set(foreign_names.RENAMED) & set(settings(TrainingArguments))
@@ -339,6 +341,36 @@ def test_the_device_and_adapters_are_given_otherwise() -> None:
     assert told.endswith("Did you mean 'use_cpu'?")
     told = refused(lambda: MAKE(network(), peft_config=None))
     assert told.endswith("That is model=get_peft_model(model, peft_config) here.")
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"loss_fn": cross_entropy}, "Give it to the Trainer: Trainer(model, args, loss_fn=…)."),
+        (
+            {"devices": 2},
+            "That is --num_processes of the launcher (trainer-lib launch --num_processes N script.py)",
+        ),
+        ({"min_epochs": 3}, 'To delay EarlyStopping, give eval_delay="3 epochs".'),
+        ({"gradient_clip_algorithm": "value"}, "for values, give Trainer(…, callbacks=[ClipValue(0.5)])."),
+        ({"enable_checkpointing": False}, 'leave out output_dir, or give save_every="never" and keep_best=0.'),
+        ({"eval_every": 0.25}, 'For a part of an epoch, give "0.25 epochs".'),
+        ({"limit_train_batches": 0.5}, "Give a number of batches; for no limit, leave it out."),
+        ({"limit_eval_batches": 0}, 'for no evaluations give eval_every="never".'),
+        ({"max_time": {"hours": 1}}, "Give timedelta(hours=…)."),
+        ({"keep_best": -1}, "To keep all checkpoints, give keep_last=None."),
+    ],
+)
+def test_an_argument_as_in_lightning_says_what_to_give(given: dict[str, Any], instead: str) -> None:
+    assert instead in refused(lambda: TrainingArguments(**given), ConfigurationError)
+    if (name := next(iter(given))) in foreign_names.OTHERWISE:
+        assert (
+            refused(lambda: MAKE(network(), **given)) == f"Trainer takes no {name!r}. {foreign_names.OTHERWISE[name]}."
+        )
+
+
+def test_double_precision_is_that_of_the_model() -> None:
+    assert "model.double()" in refused(lambda: arguments(mixed_precision="64-true"), UnsupportedError)
 
 
 def test_an_argument_without_a_near_name_lists_the_three_nearest() -> None:

@@ -46,6 +46,8 @@ GENERATION = "generation"
 TRACKERS = "progress and trackers"
 
 _NO_LIMIT = " For no limit, leave it out."
+_BATCHES = " Give a number of batches; for no limit, leave it out."
+_EVAL_BATCHES = f'{_BATCHES[:-1]}, and for no evaluations give eval_every="never".'
 _DRY_BATCHES = 2
 _AUTO_SIZE = 64
 
@@ -426,7 +428,10 @@ class TrainingArguments(ArgumentsBase):
         check=checks.whole(hint=" To keep all, give None."),
     )
     keep_best: int = setting(
-        CHECKPOINTS, 1, "How many of the best checkpoints to keep in addition.", check=checks.whole(at_least=0)
+        CHECKPOINTS,
+        1,
+        "How many of the best checkpoints to keep in addition.",
+        check=checks.whole(at_least=0, hint=" To keep all checkpoints, give keep_last=None."),
     )
     keep_every: Interval | None = setting(
         CHECKPOINTS,
@@ -528,17 +533,20 @@ class TrainingArguments(ArgumentsBase):
         DEBUGGING,
         None,
         "Batches of an epoch, at most; `None` sets no limit.",
-        check=checks.whole(hint=_NO_LIMIT),
+        check=checks.whole(hint=_BATCHES),
         on_resume=OnResume.REFUSED,
     )
     limit_eval_batches: int | None = setting(
-        DEBUGGING, None, "Batches of an evaluation, at most; `None` sets no limit.", check=checks.whole(hint=_NO_LIMIT)
+        DEBUGGING,
+        None,
+        "Batches of an evaluation, at most; `None` sets no limit.",
+        check=checks.whole(hint=_EVAL_BATCHES),
     )
     overfit_batches: int | None = setting(
         DEBUGGING,
         None,
         "Train and evaluate on this many first batches only, in a fixed order; `None` uses all.",
-        check=checks.whole(),
+        check=checks.whole(hint=" Give a number of batches."),
         on_resume=OnResume.REFUSED,
     )
     dry_run: bool = setting(

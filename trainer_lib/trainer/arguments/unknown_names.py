@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, nearest
-from trainer_lib.trainer.checks.foreign_names import ATTRIBUTES, OF_LAUNCHERS
+from trainer_lib.trainer.checks.foreign_names import ATTRIBUTES, CONSTRUCTOR, OF_LAUNCHERS, OF_TRAINER, OTHERWISE
 from trainer_lib.trainer.huggingface.argument_conversion import explain, is_foreign, renamed
 
 _NEAR = 0.85
@@ -63,7 +63,13 @@ def _unknown(cls: type, name: str, value: Any, known: list[str]) -> str:
     message = f"{cls.__name__} has no argument {name!r} (given: {shown(value)})."
     if name in OF_LAUNCHERS:
         return f"{message} Give it to the launcher, before the script: trainer-lib launch --num_processes N script.py."
+    if name in OF_TRAINER:
+        return f"{message} Give it to the Trainer: Trainer(model, args, {name}=…)."
+    if name in OTHERWISE:
+        return f"{message} {OTHERWISE[name]}."
     closest = renamed(name)
+    if closest is None and name in CONSTRUCTOR:
+        return f"{message} That is {CONSTRUCTOR[name]} here, and no argument of a run."
     hint = f" Did you mean {closest!r}?" if closest else did_you_mean(name, known)
     near = ", ".join(nearest(name, known))
     return message + (hint or f" The nearest names are {near}; help({cls.__name__}) lists all {len(known)}.")

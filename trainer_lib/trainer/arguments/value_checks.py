@@ -370,6 +370,9 @@ def duration(name: str, value: Any) -> str | float:
 
 def read_duration(name: str, value: Any) -> float:
     """Return the seconds of a duration."""
+    if not isinstance(value, (str, Real, timedelta, Every)):
+        hint = f" Give timedelta({', '.join(f'{unit}=…' for unit in value)})." if isinstance(value, Mapping) else ""
+        raise _refusal(name, value, 'a time, such as "90 minutes", "1-12:00:00", 3600 or a timedelta', hint)
     seconds = _number(value)
     every = Every(seconds, "seconds") if seconds is not None and 0 < seconds < math.inf else Every.parse(value, name)
     if every.unit != "seconds":

@@ -13,7 +13,7 @@ from trainer_lib.foundation.signatures import cannot_take, function_name, parame
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.arguments.unknown_names import check_assigned
 from trainer_lib.trainer.checks.foreign_calls import check_overrides
-from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, RENAMED
+from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, OTHERWISE, RENAMED
 from trainer_lib.trainer.huggingface.transformers_kinds import is_transformers_kind
 from trainer_lib.trainer.losses.loss_result import summed
 from trainer_lib.trainer.overridable import is_overridden
@@ -345,6 +345,8 @@ def check_processing_class(processing_class: Any) -> None:
 def _instead(name: str, known: Sequence[str]) -> str:
     if name in CONSTRUCTOR:
         return f" That is {CONSTRUCTOR[name]} here."
+    if name in OTHERWISE:
+        return f" {OTHERWISE[name]}."
     ours = RENAMED.get(name, name)
     if ours in TrainingArguments.__dataclass_fields__:
         return f" It is one of the arguments: Trainer(model, TrainingArguments({ours}=…))."

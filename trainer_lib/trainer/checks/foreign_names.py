@@ -192,6 +192,35 @@ CONSTRUCTOR: dict[str, str] = {
     "preprocess_logits_for_metrics": "evaluation_step(model, batch), which a subclass overrides",
 }
 
+# Our own constructor arguments that are no arguments of a run.
+OF_TRAINER = (
+    *("model", "train_dataset", "eval_dataset", "loss_fn", "collate_fn", "processing_class", "metrics"),
+    *("train_metrics", "compute_metrics", "callbacks", "accelerator"),
+)
+
+_EVALUATED = "Give limit_eval_batches, for evaluate and predict alike"
+_FIRST_STOP = 'To delay EarlyStopping, give eval_delay="{}"'
+_DIVIDED = "Leave it out: the batches of any DataLoader are divided between the ranks"
+
+# Arguments of Lightning's Trainer that are nothing like an argument here, and what to do.
+OTHERWISE: dict[str, str] = {
+    "min_epochs": _FIRST_STOP.format("3 epochs"),
+    "min_steps": _FIRST_STOP.format("100 steps"),
+    "limit_test_batches": _EVALUATED,
+    "limit_predict_batches": _EVALUATED,
+    "enable_checkpointing": 'For no checkpoints, leave out output_dir, or give save_every="never" and keep_best=0',
+    "enable_model_summary": "Give Trainer(…, callbacks=[ModelSummary()])",
+    "gradient_clip_algorithm": "max_grad_norm clips the norm; for values, give Trainer(…, callbacks=[ClipValue(0.5)])",
+    "benchmark": "Set torch.backends.cudnn.benchmark",
+    "inference_mode": "Leave it out: evaluations run under torch.no_grad()",
+    "use_distributed_sampler": _DIVIDED,
+    "replace_sampler_ddp": _DIVIDED,
+    "profiler": "Give Trainer(…, callbacks=[Profile()]), or Timer() for the time by activity",
+    "barebones": 'Give log_every="never" and progress_bar=False',
+    "reload_dataloaders_every_n_epochs": "For other samples in each epoch, give a dataset or a sampler that has "
+    "set_epoch(epoch)",
+}
+
 # Methods and attributes of other trainers, and their names here.
 MEMBERS: dict[str, str] = {
     "train": "fit()",
