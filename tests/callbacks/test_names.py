@@ -57,7 +57,11 @@ def test_a_class_of_another_library_is_answered_with_ours(name: str, package: st
         ("Checkpoint", {"dirpath": "runs"}, "Checkpoint takes no 'dirpath'. Give TrainingArguments(output_dir=…). "),
         ("Checkpoint", {"filename": "best"}, "'filename'. Leave it out: a checkpoint is named by its step. "),
         ("EMA", {"dekay": 0.9}, "EMA takes no 'dekay'. Did you mean 'decay'? Known: decay, warmup, every, buffers."),
-        ("Timer", {"duration": 1}, "Timer takes no 'duration'. Known: no arguments."),
+        ("Timer", {"interval": 1}, "Timer takes no 'interval'. Known: no arguments."),
+        ("Timer", {"duration": "00:12:00:00"}, "'duration'. Give TrainingArguments(max_time=…). Known: no arguments."),
+        ("EarlyStopping", {"check_on_train_epoch_end": True}, "Leave it out: it looks at each evaluation."),
+        ("SWA", {"annealing_epochs": 3}, "'annealing_epochs'. Give a schedule of the Trainer."),
+        ("AccumulationSchedule", {"scheduling": {0: 2}}, "'scheduling'. Give steps."),
     ],
 )
 def test_an_argument_of_another_library_is_answered_with_ours(kind: str, options: dict[str, Any], message: str) -> None:

@@ -277,6 +277,9 @@ def test_what_is_no_callback_is_refused() -> None:
         Dispatcher([Noting])  # type: ignore[list-item]
     with pytest.raises(ConfigurationError, match="callbacks has a dict, which is not a Callback"):
         Dispatcher([{}])  # type: ignore[list-item]
+    theirs: Any = type("EarlyStopping", (), {})()
+    with pytest.raises(ConfigurationError, match=r"of trainer_lib\. Use trainer_lib\.callbacks\.EarlyStopping\."):
+        Dispatcher([theirs])
     noting = Noting()
     with pytest.raises(ConfigurationError, match="callbacks has the same Noting twice"):
         Dispatcher([noting, noting])

@@ -197,9 +197,11 @@ def _check(callback: Any) -> None:
             f"callbacks has the class {callback.__name__}. Give an object: {callback.__name__}(…)."
         )
     if not isinstance(callback, Callback):
-        raise ConfigurationError(
-            f"callbacks has a {type(callback).__name__}, which is not a Callback. Derive it from trainer_lib.Callback."
-        )
+        from trainer_lib.foundation.foreign_classes import instead_of_callback
+
+        name = type(callback).__name__
+        instead = instead_of_callback(name) or " Derive it from trainer_lib.Callback."
+        raise ConfigurationError(f"callbacks has a {name}, which is not a Callback of trainer_lib.{instead}")
     methods = [name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown:

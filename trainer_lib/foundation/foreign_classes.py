@@ -40,8 +40,36 @@ INSTEAD: dict[str, str] = {
     "MixUp": f"{_CALLBACKS}Mixup",
     "MixedPrecision": "TrainingArguments(mixed_precision=…)",
     "GradientClip": "TrainingArguments(max_grad_norm=…)",
+    "BaseFinetuning": f"{_CALLBACKS}Freeze, or {_CALLBACKS}GradualUnfreezing",
+    "BasePredictionWriter": "trainer.predict(dataset, folder), or on_predict_batch_end of a Callback",
+    "OnExceptionCheckpoint": 'TrainingArguments(on_exception="save"), the default',
+    "RichModelSummary": f"{_CALLBACKS}ModelSummary",
+    "SpikeDetection": "TrainingArguments(loss_spike=20)",
+    "ThroughputMonitor": f"{_CALLBACKS}Throughput",
+    "WeightAveraging": f"{_CALLBACKS}EMA, or {_CALLBACKS}SWA",
+    "SimpleProfiler": f"{_CALLBACKS}Timer",
+    "AdvancedProfiler": f"{_CALLBACKS}Profile",
+    "PyTorchProfiler": f"{_CALLBACKS}Profile",
+    "Tuner": "trainer.find_learning_rate(), and trainer.find_batch_size()",
+    "CombinedLoader": "trainer_lib.MixedDataset, or one dataset whose samples have a part of each",
+    "LightningDataModule": "Trainer(model, args, …) with train_dataset and eval_dataset, which may be DataLoaders",
+    "LightningCLI": "TrainingArguments.from_cli()",
+    "Fabric": "trainer_lib.Accelerator",
+    "DDPStrategy": "TrainingArguments(ddp=…)",
+    "FSDPStrategy": "TrainingArguments(fsdp=True)",
+    "DeepSpeedStrategy": "TrainingArguments(deepspeed=…)",
+    "seed_everything": "TrainingArguments(seed=…), or set_seed",
     "Learner": "trainer_lib.Trainer",
     "LightningModule": "torch.nn.Module: the model is a plain one, and loss and optimizer go to trainer_lib.Trainer",
     "NeuralNetClassifier": "trainer_lib.TrainerClassifier",
     "NeuralNetRegressor": "trainer_lib.TrainerRegressor",
 }
+
+# Callbacks that have the same name here.
+_SAME = ("Checkpoint", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelSummary", "ProgressBar", "Timer")
+
+
+def instead_of_callback(name: str) -> str:
+    """Return ` Use …, or` for the class of another library's callback; an empty string for other classes."""
+    ours = f"{_CALLBACKS}{name}" if name in _SAME else INSTEAD.get(name)
+    return "" if ours is None else f" Use {ours}."
