@@ -183,6 +183,8 @@ class NoLength(Dataset[int]):
         (iter([1, 2]), "can be read only once"),
         ((index for index in range(3)), "is a generator, which can be read only once"),
         (Numbers, "is the class Numbers"),
+        ([DataLoader(Numbers(4)), DataLoader(Numbers(4))], "is a list of DataLoaders. Give several sets"),
+        ((Numbers(4), Numbers(4)), "is a tuple of Numberss. Give several sets to evaluate on by name"),
         (3, "is a int"),
         (NoLength(), "is a NoLength, which has no length"),
         ([], "train_dataset is empty: this list has no samples"),

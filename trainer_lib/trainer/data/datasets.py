@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainer_lib.data_loader.readers.row_batches import rows_of_array, rows_of_tensor
 from trainer_lib.foundation.errors import ConfigurationError
@@ -157,6 +157,11 @@ def _rejection_reason(data: Any) -> str | None:
         return f"is a {type(data).__name__} of {names}, none of which is an array; of several sets, give one"
     if isinstance(data, tuple) and any(map(_is_array, data)):
         return f"is a tuple of {' and '.join(type(column).__name__ for column in data)}, and not all of them are arrays"
+    if isinstance(data, (list, tuple)) and data and all(isinstance(part, (DataLoader, Dataset)) for part in data):
+        return (
+            f"is a {type(data).__name__} of {type(data[0]).__name__}s. Give several sets to evaluate on by name, "
+            "{'a': …, 'b': …}; to train on several datasets, a MixedDataset, or one whose samples have a part of each"
+        )
     if hasattr(data, "__next__"):
         return f"is a {type(data).__name__}, which can be read only once"
     if inspect.isgeneratorfunction(data):
