@@ -146,6 +146,9 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"a": Evil()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="cannot be read as a pickle of tensors only"):
         read_weights(tmp_path)
+    torch.save({"epoch": 3, "state_dict": {"a": torch.ones(2)}}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"Its 'state_dict' is one: model\.load_state_dict\(torch\.load\("):
+        read_weights(tmp_path)
     torch.save(["no", "dict"], tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="must hold a dict of tensors"):
         read_weights(tmp_path)

@@ -163,6 +163,10 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
     yield shard
 
 
+def _is_state(state: Any) -> bool:
+    return isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
+
+
 def _read_pickled(path: Path, mmap: bool = False) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -170,6 +174,9 @@ def _read_pickled(path: Path, mmap: bool = False) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{path} cannot be read as a pickle of tensors only: {str(error).splitlines()[0]}"
         ) from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} must hold a dict of tensors (got a {type(state).__name__}).")
+    if not _is_state(state):
+        inside = [key for key, value in state.items() if _is_state(value) and value] if isinstance(state, dict) else []
+        load = f"torch.load({str(path)!r}, weights_only=True)"
+        hint = f" Its {inside[0]!r} is one: model.load_state_dict({load}[{inside[0]!r}])." if inside else ""
+        raise CheckpointError(f"{path} must hold a dict of tensors (got a {type(state).__name__}).{hint}")
     return state

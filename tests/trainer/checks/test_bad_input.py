@@ -430,7 +430,7 @@ BEFORE: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     "a checkpoint that is not there": (ConfigurationError, "/nowhere/x…no checkpoint", {"resume": "/nowhere/x"}),
     "a checkpoint that is a file": (
         ConfigurationError,
-        "there is no checkpoint, nor one in its folder",
+        "is a file, and a checkpoint is a folder…load_checkpoint_in_model(model, file)",
         {"resume": __file__},
     ),
     "a frozen model": (

@@ -111,6 +111,18 @@ def test_an_attribute_of_another_result_is_answered_with_ours(name: str, instead
             {"min_lr": 1e-6, "num_it": 50},
             "min_lr is lowest here. num_it is updates here.",
         ),
+        (
+            "find_batch_size",
+            [],
+            {"steps_per_trial": 3},
+            "steps_per_trial is updates here. Give find_batch_size(largest=",
+        ),
+        (
+            "log",
+            ["x"],
+            {"value": 1.0, "prog_bar": True, "on_epoch": True},
+            "log takes name, value and weight. Leave out prog_bar and on_epoch: each log has the mean over the batches",
+        ),
         ("search", [], {"direction": "maximize"}, "direction is greater_is_better (maximize is True) here."),
     ],
 )
@@ -247,6 +259,7 @@ def test_the_table_names_what_exists() -> None:
     ("positional", "named", "instead"),
     [
         ((), {"resume_from_checkpoint": True}, 'resume_from_checkpoint is resume here. Give resume="auto".'),
+        ((), {"ckpt_path": "best"}, "such as resume=result.best_checkpoint of what fit returned."),
         ((network(), LOADER), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
         ((LOADER,), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
         ((points(),), {}, "Trainer(model, TrainingArguments(), train_dataset=…).fit()."),
@@ -280,6 +293,8 @@ def test_fit_called_as_elsewhere_says_how_to_call_it(
 def test_evaluate_and_predict_called_as_elsewhere_say_how_to_call_them() -> None:
     made: Any = trainer()
     assert "eval_dataset is dataset here." in refused(lambda: made.evaluate(eval_dataset=points()))
+    told = "ckpt_path is a trainer from Trainer.from_checkpoint(folder, model, …) here."
+    assert refused(lambda: made.evaluate(ckpt_path="best")).endswith(told)
     assert "labels are part of the dataset" in refused(lambda: made.evaluate(network(), LOADER))
     message = refused(lambda: made.predict(points()[0], batch_size=4))
     assert "TrainingArguments(per_device_eval_batch_size=4)).predict(dataset)" in message

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import is_committed
@@ -42,6 +43,11 @@ def checkpoint_at(path: str | AnyPath, argument: str = "resume") -> AnyPath:
         raise ConfigurationError(
             f"{folder} was written by Accelerate, which records neither the steps nor the epochs of a run. Load it in "
             "a loop of yours (accelerator.load_state), or only its weights: load_checkpoint_in_model(model, folder)."
+        )
+    if isinstance(folder, Path) and folder.is_file():
+        raise ConfigurationError(
+            f"{argument}={str(path)!r} is a file, and a checkpoint is a folder. To start with the weights in a file: "
+            "load_checkpoint_in_model(model, file), or model.load_state_dict(…), before the Trainer."
         )
     if is_committed(folder) or library is not None:
         return folder

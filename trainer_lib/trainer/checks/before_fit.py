@@ -360,7 +360,8 @@ def check_metric(trainer: TrainerInterface, name: str, option: str) -> None:
     if name not in known and not name.startswith(tuple(stems)):
         raise ConfigurationError(
             f"{option} is not a metric of the evaluations. These are: {', '.join(known)}."
-            f"{did_you_mean(name, known)} Add metrics by Trainer(metrics=…) or compute_metrics=…."
+            f"{did_you_mean(name, known)} Add metrics by Trainer(metrics=…) or compute_metrics=…. To act on a value "
+            "that training logs, write on_log(run, values) in a Callback."
         )
 
 

@@ -22,6 +22,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 _ONLY_GIVEN = ("callbacks", "train_metrics")  # which are no attributes
+_FROM_CHECKPOINT = "a trainer from Trainer.from_checkpoint(folder, model, …)"
 _OF_VERBS: dict[str, dict[str, str]] = {
     "fit": {
         "resume_from_checkpoint": "resume",
@@ -30,11 +31,14 @@ _OF_VERBS: dict[str, dict[str, str]] = {
         "ignore_keys_for_eval": "evaluation_step(model, batch), which a subclass overrides",
     },
     "evaluate": {
+        "ckpt_path": _FROM_CHECKPOINT,
         "eval_dataset": "dataset",
         "dataloaders": "dataset",
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
     },
     "predict": {
+        "ckpt_path": _FROM_CHECKPOINT,
+        "return_predictions": "to, a folder to which predictions are written instead of being returned",
         "test_dataset": "dataset",
         "dataloaders": "dataset",
         "ignore_keys": "evaluation_step(model, batch), which a subclass overrides",
@@ -48,6 +52,8 @@ _OF_TOOLS = {
     **dict.fromkeys(("min_lr", "start_lr"), "lowest"),
     **dict.fromkeys(("max_lr", "end_lr"), "highest"),
     **dict.fromkeys(("num_training", "num_it", "num_iter"), "updates"),
+    "steps_per_trial": "updates",
+    "max_val": "largest",
     "hp_space": "space",
     "n_trials": "n",
     "num_trials": "n",
@@ -57,11 +63,17 @@ _OF_TOOLS = {
 }
 # Of methods that are called in another form: what to give.
 FORMS = {
+    "find_batch_size": "Give find_batch_size(largest=1024, updates=2).",
     "find_learning_rate": "Give find_learning_rate(lowest=1e-7, highest=10.0, updates=100).",
     "log": "Log values one by one: for name, value in values.items(): trainer.log(name, value).",
     "push_to_hub": 'Give the repository: push_to_hub("owner/name", commit_message="…").',
     "search": "Give search(space, n), with space={name: [values] or (low, high)}, or a function of a trial.",
 }
+# Arguments of Lightning's `log`, which need no setting here.
+_OF_LOG = (
+    *("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
+    *("add_dataloader_idx", "metric_attribute", "rank_zero_only"),
+)
 # Hugging Face's names for the same parameters, which are accepted too.
 _SYNONYMS = {"evaluate": {"metric_key_prefix": "prefix"}, "predict": {"metric_key_prefix": "prefix"}}
 _NEAR = 0.85
@@ -105,6 +117,11 @@ def explains_form(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
                 raise
             renamed = [f"{key} is {_OF_TOOLS[key]} here." for key in named if key in _OF_TOOLS]
             name = method.__name__
+            if name == "log" and (told := [key for key in named if key in _OF_LOG]):
+                raise SignatureError(
+                    f"log takes name, value and weight. Leave out {' and '.join(told)}: each log has the mean over the "
+                    "batches, steps and ranks since the one before, and TrainingArguments(log_every=…) says how often."
+                ) from None
             problem = f"{name}{str(error).partition(name)[2]}."
             raise SignatureError(" ".join([problem, *renamed, FORMS[name]])) from None
 
@@ -129,7 +146,8 @@ def _check_call(
     renamed = _OF_VERBS[name] if name == "fit" else {**_OF_VERBS[name], **_OF_GENERATION}
     if name != "fit" and "batch_size" in unknown:
         unknown["per_device_eval_batch_size"] = unknown.pop("batch_size")
-    lines += [f"{key} is {renamed[key]} here.{_value(key, value)}" for key, value in unknown.items() if key in renamed]
+    of_others = {key: value for key, value in unknown.items() if key in renamed}
+    lines += [f"{key} is {renamed[key]} here.{_value(name, key, value)}" for key, value in of_others.items()]
     rest = {key: value for key, value in unknown.items() if key not in renamed}
     if name == "fit" and (takes_data or rest or len(positional) > 1):
         lines.append(f"The model, data and arguments go to the constructor: {_construction(rest, takes_data)}.fit().")
@@ -156,12 +174,14 @@ def _construction(named: Mapping[str, Any], has_data: bool) -> str:
     return f"Trainer({', '.join(dict.fromkeys(('model', arguments, *options)))})"
 
 
-def _value(name: str, value: Any) -> str:
-    if name not in ("resume_from_checkpoint", "ckpt_path"):
+def _value(verb: str, name: str, value: Any) -> str:
+    if verb != "fit" or name not in ("resume_from_checkpoint", "ckpt_path"):
         return ""
     if value in (None, False):
         return " Leave it out."
-    return ' Give resume="auto".' if value is True or value in ("last", "best") else ""
+    if value == "best":
+        return " Give the folder, such as resume=result.best_checkpoint of what fit returned."
+    return ' Give resume="auto".' if value is True or value == "last" else ""
 
 
 def _is_resume(value: Any) -> bool:

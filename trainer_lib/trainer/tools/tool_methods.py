@@ -73,6 +73,7 @@ class ToolMethods:
 
         return find_learning_rate(self, lowest, highest, updates)
 
+    @explains_form
     def find_batch_size(self: TrainerInterface, largest: int = 1024, updates: int = 2) -> int:
         """Return the largest batch size per rank that fits into memory.
 
