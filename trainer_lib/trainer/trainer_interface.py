@@ -168,8 +168,15 @@ def evaluator_of(trainer: TrainerInterface) -> "Evaluator":
     from trainer_lib.trainer.evaluation.eval_loop import Evaluator
 
     is_own = getattr(trainer.evaluation_step, "__func__", None) is not DEFAULTS["evaluation_step"]
-    of_loss = None if is_own else functools.partial(defaults.evaluation_output, trainer, keeps_outputs=False)
-    return Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step, of_loss)
+    if not is_own:
+        of_loss = functools.partial(defaults.evaluation_output, trainer, keeps_outputs=False)
+        return Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step, of_loss)
+
+    def step(model: Any, batch: Any) -> EvaluationOutput:
+        with trainer.parts.means.of_evaluation():
+            return trainer.evaluation_step(model, batch)
+
+    return Evaluator(trainer.accelerator, trainer.events, step)
 
 
 class Assigned:

@@ -246,6 +246,31 @@ def test_what_a_loss_logs_in_an_evaluation_is_not_averaged_with_training() -> No
     assert not trainer.parts.means.collect()
 
 
+class LogsRows(LogsInputs):
+    name = "row"
+
+    def evaluation_step(self, model: Any, batch: Any) -> Any:
+        self.log(self.name, batch[0].mean(), weight=len(batch[0]))
+        return super().evaluation_step(model, batch)
+
+
+def test_what_an_evaluation_step_logs_is_not_averaged_with_training() -> None:
+    inputs, targets = torch.ones(40, 4), torch.zeros(40, dtype=torch.long)
+    trainer = LogsRows(
+        nn.Linear(4, 2),
+        arguments(num_train_epochs=1, log_every="2 steps", eval_every="1 step"),
+        train_dataset=(inputs, targets),
+        eval_dataset=(inputs * 1000, targets),
+        loss_fn=torch.nn.functional.cross_entropy,
+    )
+    logs = [entry for entry in trainer.fit().history if "eval_loss" not in entry]
+    assert {entry["row"] for entry in logs if "row" in entry} == {1000.0}
+    assert {entry["input"] for entry in logs if "input" in entry} == {1.0}
+    trainer.name = "input"
+    with pytest.raises(ConfigurationError, match=r"log\('input', …\) is called in evaluation_step and in training"):
+        trainer.evaluate()
+
+
 def test_intervals_of_epochs_and_samples() -> None:
     recorder = Recorder("on_log")
     trainer(arguments(log_every="0.4 epochs"), callbacks=[recorder]).fit()

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.kept_state import attributes_kept
 
 if TYPE_CHECKING:
     from trainer_lib.process_group import ProcessGroup
@@ -45,6 +46,8 @@ class RunningMeans:
         self._dtype = sum_dtype(device)
         self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
+        self._is_of_evaluation: bool | None = False  # of what is added now; None: it is forgotten
+        self._origins: dict[str, bool] = {}  # whether a name is logged in evaluations
         self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
         self.items = 0.0  # what the loss counted, when the sums were last put together
 
@@ -72,6 +75,11 @@ class RunningMeans:
         elif not isinstance(value, (int, float)):
             raise ConfigurationError(
                 f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.{_OTHERS}"
+            )
+        if (origin := self._is_of_evaluation) is not None and self._origins.setdefault(name, origin) is not origin:
+            raise ConfigurationError(
+                f"log({name!r}, …) is called in evaluation_step and in training, and one mean would hold both. Give it "
+                f"another name in evaluation_step, such as 'eval_{name}', or measure it by Trainer(metrics=…)."
             )
         self.add_sum(name, value * weight, weight)
 
@@ -102,9 +110,18 @@ class RunningMeans:
         """Return a context whose values are forgotten."""
         mark = self.mark()
         try:
-            yield
+            with attributes_kept([self], ["_is_of_evaluation"]):
+                self._is_of_evaluation = None
+                yield
         finally:
             self.go_back(mark)
+
+    @contextmanager
+    def of_evaluation(self) -> Generator[None]:
+        """Return a context whose values may not have the names of those of training."""
+        with attributes_kept([self], ["_is_of_evaluation"]):
+            self._is_of_evaluation = True
+            yield
 
     def collect(self) -> dict[str, float]:
         """Return the means over all ranks, and clear them. All ranks have to call it."""
