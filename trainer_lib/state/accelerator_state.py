@@ -1,7 +1,7 @@
 """Settings of the Accelerator (precision, compilation, sharding), on top of the rank and its device."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
@@ -55,7 +55,7 @@ class AcceleratorState(ProcessControl):
     _arrangement: Arrangement
     _deepspeed: "DeepSpeedPlugins | None"
     _megatron_lm: "MegatronLMPlugin | None"
-    _asked: tuple[Any, ...]
+    _asked_plugins: dict[str, Any]  # `None` for those that the script left out
     _dynamo_plugin: TorchDynamoPlugin
     _mixed_precision: str
     _partial: PartialState
@@ -83,21 +83,20 @@ class AcceleratorState(ProcessControl):
         dynamo_plugin = compilation_plugin(dynamo_backend, dynamo_plugin)
         partial = PartialState(cpu, **kwargs)
         precision = check_precision(mixed_precision or environment.mixed_precision_requested(), "precision")
-        asked = (
-            precision,
-            dynamo_plugin,
-            fsdp_plugin,
-            parallelism_config,
-            torch_tp_plugin,
-            deepspeed,
-            megatron_lm_plugin,
-        )
+        asked_plugins = {
+            "dynamo_plugin": dynamo_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "parallelism_config": parallelism_config,
+            "torch_tp_plugin": torch_tp_plugin,
+            "deepspeed_plugins": deepspeed,
+            "megatron_lm_plugin": megatron_lm_plugin,
+        }
         if _from_accelerator:
             if partial.has_left:  # by `end_training` of the Accelerator before
                 partial.join_again(cpu, **kwargs)
                 if self.initialized:
                     self.release()
-            self._release_unused(asked)
+            self._release_unused(precision, asked_plugins)
         if not self.initialized or (self._replaceable and (_from_accelerator or mixed_precision is not None)):
             environment.refuse_unsupported_engines()
             dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
@@ -119,7 +118,7 @@ class AcceleratorState(ProcessControl):
             )
             if partial.distributed_type == DistributedType.XLA:
                 _check_whole(deepspeed=deepspeed, megatron_lm=megatron_lm_plugin, arrangement=arrangement)
-            self._mixed_precision, self._asked = precision, asked
+            self._mixed_precision, self._asked_plugins = precision, asked_plugins
             self._dynamo_plugin = dynamo_plugin
             self._arrangement = arrangement
             _check_alone(deepspeed, arrangement)
@@ -139,14 +138,7 @@ class AcceleratorState(ProcessControl):
                 f"{self._mixed_precision!r}. {_HOW_TO_FREE}"
             )
         else:
-            self._refuse_late(
-                dynamo_plugin=dynamo_plugin,
-                fsdp_plugin=fsdp_plugin,
-                parallelism_config=parallelism_config,
-                torch_tp_plugin=torch_tp_plugin,
-                deepspeed_plugins=deepspeed,
-                megatron_lm_plugin=megatron_lm_plugin,
-            )
+            self._refuse_late(asked_plugins)
         self._was_used |= _from_accelerator
         self._living.add(self)
 
@@ -154,6 +146,11 @@ class AcceleratorState(ProcessControl):
     def initialized(self) -> bool:
         """Whether the settings were made."""
         return "_partial" in self._shared_state
+
+    @property
+    def asked_plugins(self) -> Mapping[str, Any]:
+        """The plugins by name as given by the script that made the settings; `None` for those it left out."""
+        return self._asked_plugins
 
     @property
     def mixed_precision(self) -> str:
@@ -272,17 +269,19 @@ class AcceleratorState(ProcessControl):
 
     _reset_state = reset  # its name in Accelerate
 
-    def _release_unused(self, asked: tuple[Any, ...]) -> None:
+    def _release_unused(self, precision: str, plugins: dict[str, Any]) -> None:
         """Release the settings if other ones are requested and no existing Accelerator uses them."""
-        if not self.initialized or self._replaceable or not self._was_used or asked == self._asked:
+        if not self.initialized or self._replaceable or not self._was_used:
+            return
+        if (precision, plugins) == (self._mixed_precision, self._asked_plugins):
             return
         gc.collect()  # a cycle of references may be all that keeps an unused Accelerator
         if not self._living:
             self.release()
 
-    def _refuse_late(self, **plugins: Any) -> None:
+    def _refuse_late(self, plugins: dict[str, Any]) -> None:
         for name, plugin in plugins.items():
-            if plugin is not None and plugin != getattr(self, name) and plugin not in self._asked:
+            if plugin is not None and plugin not in (getattr(self, name), self._asked_plugins[name]):
                 raise ConfigurationError(
                     f"{name}={plugin} came too late: this rank already has {getattr(self, name)}. {_HOW_TO_FREE}"
                 )

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from tests.worlds import run_world
-from trainer_lib import Accelerator, LossResult, Trainer, TrainingArguments
+from trainer_lib import Accelerator, LossResult, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.early_stopping import EarlyStopping
 from trainer_lib.events import Callback, Run
@@ -1010,6 +1010,17 @@ def test_another_precision_in_the_same_process_is_refused_and_not_taken_over() -
     refused(ConfigurationError, "None means 'no'…'bf16' already…free_memory()", trainer)
     first.accelerator.free_memory()
     assert trainer().accelerator.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("options", [{"compile": "eager"}, {"fsdp": True}, {"parallelism": ParallelismConfig()}])
+def test_settings_of_a_living_trainer_are_not_inherited(options: dict[str, Any]) -> None:
+    first = trainer(**options)
+    (name,) = options
+    refused(ConfigurationError, f"{name}=…leaves out what this process trains with already…free_memory()", trainer)
+    assert trainer(**options).accelerator.distributed_type == first.accelerator.distributed_type
+    first.accelerator.free_memory()
+    state = trainer().accelerator.state
+    assert (state.fsdp_plugin, state.parallelism_config, state.dynamo_plugin.is_active) == (None, None, False)
 
 
 def test_an_optimizer_made_before_trains_and_so_does_its_class() -> None:

@@ -1,7 +1,7 @@
 """The Accelerator that training arguments ask for."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -26,14 +26,26 @@ from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.fit.dispatched_models import dispatch
 
+_ARGUMENTS = {
+    "dynamo_plugin": "compile",
+    "fsdp_plugin": "fsdp",
+    "parallelism_config": "parallelism",
+    "torch_tp_plugin": "parallelism",
+    "deepspeed_plugins": "deepspeed",
+}
+_OTHER_WAYS = (
+    "hand on that engine (accelerator=…), delete the last reference to that Trainer, or call "
+    "trainer.accelerator.free_memory() on it."
+)
+
 
 def build_accelerator(args: TrainingArguments) -> Accelerator:
     """Return the engine."""
     options: dict[str, Any] = {}
-    if args.compile:
-        is_plugin = isinstance(args.compile, TorchDynamoPlugin)
-        backend = "inductor" if args.compile is True else args.compile
-        options["dynamo_plugin" if is_plugin else "dynamo_backend"] = args.compile if is_plugin else backend
+    if isinstance(args.compile, TorchDynamoPlugin):
+        options["dynamo_plugin"] = args.compile
+    elif args.compile:
+        options["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor" if args.compile is True else args.compile)
     if args.fsdp:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
     precision = args.mixed_precision
@@ -41,7 +53,7 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
 
         plugin = deepspeed_plugin(args, _ranks_with_own_data(args))
-        options["deepspeed_plugin"] = plugin
+        options["deepspeed_plugins"] = plugin
         precision = plugin.agreed_precision(precision)
     if megatron_lm_requested():
         from trainer_lib.trainer.fit.megatron_lm_arguments import megatron_lm_plugin
@@ -62,10 +74,22 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         raise ConfigurationError(
             f"mixed_precision={args.mixed_precision!r} means {meant!r}, and this process trains with "
             f"{made.mixed_precision!r} already, as the Accelerator or Trainer that lives in it does. Give "
-            f"mixed_precision={made.mixed_precision!r}, hand on that engine (accelerator=…), delete the last reference "
-            "to that Trainer, or call trainer.accelerator.free_memory() on it."
+            f"mixed_precision={made.mixed_precision!r}, {_OTHER_WAYS}"
         )
+    _refuse_inherited(args, made, options)
     return made
+
+
+def _refuse_inherited(args: TrainingArguments, made: Accelerator, options: Mapping[str, Any]) -> None:
+    """Refuse settings of a living Accelerator or Trainer that these arguments leave out."""
+    asked = made.state.asked_plugins
+    for option, argument in _ARGUMENTS.items():
+        if option not in options and asked[option] is not None:
+            raise ConfigurationError(
+                f"{argument}={getattr(args, argument)!r} leaves out what this process trains with already: the "
+                f"Accelerator or Trainer that lives in it was made with {argument}. Give the same {argument}, "
+                f"{_OTHER_WAYS}"
+            )
 
 
 def loader_options(args: TrainingArguments) -> DataLoaderConfiguration:
