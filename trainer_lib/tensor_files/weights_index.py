@@ -43,7 +43,9 @@ def weight_files(
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
         files[name] = kind(shard)
-        weight_map |= dict.fromkeys(shard, name)
+        # A safetensors file holds a tensor under its first name, and the others in its metadata.
+        names = without_aliases(shard)[0] if safe else shard
+        weight_map |= dict.fromkeys(names, name)
     total = sum(file.size for file in files.values())
     files[f"{stem}{ending}{_INDEX_ENDING}"] = Json({"metadata": {"total_size": total}, "weight_map": weight_map}, True)
     return files
