@@ -37,7 +37,7 @@ from trainer_lib.modules.device_placement import (
 )
 from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_weights
 from trainer_lib.modules.init_on_device import init_on_device as init_on_device
-from trainer_lib.modules.ties import TiedTensors, retie_by_device
+from trainer_lib.modules.tied_parameters import TiedTensors, retie_by_device
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.methods import quantization_method, single_device

@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory import get_max_memory
 from trainer_lib.modules.device_placement import clean_device_map
-from trainer_lib.modules.ties import check_tied_parameters_in_config, find_tied_parameters
+from trainer_lib.modules.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
 
 _logger = get_logger(__name__)
 

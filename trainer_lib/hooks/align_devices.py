@@ -14,7 +14,7 @@ from trainer_lib.modules.device_placement import Device, move_tensors, set_modul
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
 from trainer_lib.modules.tensor_sizes import named_module_tensors
 from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
-from trainer_lib.modules.ties import TiedTensors
+from trainer_lib.modules.tied_parameters import TiedTensors
 
 
 class AlignDevicesHook(ModelHook):

@@ -14,7 +14,7 @@ from trainer_lib.modules.device_placement import Device
 from trainer_lib.modules.names import is_listed
 from trainer_lib.modules.quantized_layers import keep_unpacked, unquantized
 from trainer_lib.modules.tensor_slots import module_slots
-from trainer_lib.modules.ties import find_tied_parameters
+from trainer_lib.modules.tied_parameters import find_tied_parameters
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 
 _logger = get_logger(__name__)

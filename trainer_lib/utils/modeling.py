@@ -28,9 +28,9 @@ from trainer_lib.modules.tensor_sizes import get_max_layer_size as get_max_layer
 from trainer_lib.modules.tensor_sizes import get_module_leaves as get_module_leaves
 from trainer_lib.modules.tensor_sizes import get_non_persistent_buffers as get_non_persistent_buffers
 from trainer_lib.modules.tensor_sizes import named_module_tensors as named_module_tensors
-from trainer_lib.modules.ties import check_tied_parameters_in_config as check_tied_parameters_in_config
-from trainer_lib.modules.ties import find_tied_parameters as find_tied_parameters
-from trainer_lib.modules.ties import retie_parameters as retie_parameters
+from trainer_lib.modules.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
+from trainer_lib.modules.tied_parameters import find_tied_parameters as find_tied_parameters
+from trainer_lib.modules.tied_parameters import retie_parameters as retie_parameters
 from trainer_lib.precision.autocast import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainer_lib.precision.scaler import get_grad_scaler as get_grad_scaler
 from trainer_lib.tensor_files.tensor_storage import id_tensor_storage as id_tensor_storage

@@ -13,7 +13,7 @@ from trainer_lib.modules.device_placement import Device, check_device_map, devic
 from trainer_lib.modules.names import is_listed
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
 from trainer_lib.modules.tensor_slots import parameter_slots
-from trainer_lib.modules.ties import find_tied_parameters, retie_by_device, retie_parameters
+from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_by_device, retie_parameters
 from trainer_lib.tensor_files.offloaded_weights import (
     Index,
     OffloadedWeightsLoader,

@@ -12,7 +12,7 @@ from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_pr
 from trainer_lib.foundation.errors import CheckpointError, PreparationError
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.state import check_fits
-from trainer_lib.modules.ties import find_tied_parameters, retie_parameters
+from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_parameters
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.weights_index import has_rank_shards, read_weights
 

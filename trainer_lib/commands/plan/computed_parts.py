@@ -24,7 +24,7 @@ from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import tensors
 from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.ties import first_names
+from trainer_lib.modules.tied_parameters import first_names
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig

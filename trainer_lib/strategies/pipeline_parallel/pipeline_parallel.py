@@ -32,12 +32,12 @@ from trainer_lib.strategies.optimizer_state_names import parameter_names
 from trainer_lib.strategies.pipeline_parallel import stage_state
 from trainer_lib.strategies.pipeline_parallel.model_stages import ModelStages
 from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel
+from trainer_lib.strategies.pipeline_parallel.schedule_runner import ScheduleRunner
 from trainer_lib.strategies.pipeline_parallel.shared_weights import SharedWeights
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange
 from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.strategies.pipeline_parallel.stage_state import WholeModel
 from trainer_lib.strategies.pipeline_parallel.window_facts import WindowFacts
-from trainer_lib.strategies.pipeline_parallel.window_runner import WindowRunner
 
 _OF_MODULES = ("dp_shard", "cp", "sp", "tp")  # dimensions that do not work with a traced model
 
@@ -91,7 +91,7 @@ class PipelineParallel(FSDP):
         super().__init__(group, device, plugin, parallelism, mixed_precision)
         self._replicas = replicas
         self._pipelines: list[_Pipeline] = []
-        self._runners: dict[nn.Module, WindowRunner] = {}
+        self._runners: dict[nn.Module, ScheduleRunner] = {}
         self._elsewhere: Any = WeakTensorKeyDictionary()  # weights that other ranks hold
         self._counted_elsewhere: set[Tensor] = set()
         mesh = parallelism.get_device_mesh(device.type)
@@ -116,7 +116,7 @@ class PipelineParallel(FSDP):
         pipeline.gates.install(bare, self._stages)
         around = _Backward(sharded, shared)
         pipelined = PipelinedModel(model, self._ranks, pipeline.gates, self._exchange, around)
-        self._runners[pipelined] = WindowRunner(pipelined, self._config.schedule)
+        self._runners[pipelined] = ScheduleRunner(pipelined, self._config.schedule)
         return pipelined
 
     def why_gradients_are_late(self) -> str:

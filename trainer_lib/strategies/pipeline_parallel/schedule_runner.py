@@ -1,4 +1,4 @@
-"""`WindowRunner`: computes the micro-batches of an accumulation window in a schedule, in which stages overlap."""
+"""Pipeline schedules (1F1B and others): the micro-batches of a window, computed so that stages overlap."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import groupby
@@ -26,7 +26,7 @@ class _Layout(NamedTuple):
     fits: bool
 
 
-class WindowRunner:
+class ScheduleRunner:
     """Computes the gradients of windows.
 
     The first micro-batch of new shapes runs by itself, through one stage after the other: it shows what stages pass on.
@@ -163,7 +163,7 @@ class WindowRunner:
 class _StageModule(nn.Module):
     """A stage, as torch's schedules call it."""
 
-    def __init__(self, runner: WindowRunner, stage: int) -> None:
+    def __init__(self, runner: ScheduleRunner, stage: int) -> None:
         super().__init__()
         self._runner, self._stage = runner, stage
 

@@ -1,4 +1,4 @@
-"""Attention over the keys of all ranks, block by block: ring attention, or gathered keys and values."""
+"""Ring attention: attention over the keys of all ranks, block by block; keys may be gathered instead."""
 
 import math
 from typing import Any
