@@ -14,6 +14,8 @@ from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
@@ -48,6 +50,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"compile": TorchDynamoPlugin(backend="inductor", mode="reduce-overhead", dynamic=False)},
     {"compile": "eager", "ddp": DistributedDataParallelKwargs(comm_hook="fp16", bucket_cap_mb=1)},
     {"parallelism": ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), "fsdp": True},
+    {"parallelism": ParallelismConfig(tp_size=2, pp_size=2)},
+    {
+        "parallelism": ParallelismConfig(
+            tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"*.up": "colwise"}, loss_parallel=True)
+        )
+    },
+    {"parallelism": ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall"))},
+    {"parallelism": ParallelismConfig(sp_size=2)},
     {
         "fsdp": FullyShardedDataParallelPlugin(
             sharding_strategy="HYBRID_SHARD",

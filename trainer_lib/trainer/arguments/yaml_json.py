@@ -150,7 +150,8 @@ def _plain(value: Any, path: str, cls: type) -> Any:
         return _DTYPES[value]
     if isinstance(value, tuple(_object_types(cls).values())) or type(value).__name__ == "MixedPrecisionPolicy":
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(cast("Any", value))}
-        return {name: _plain(item, f"{path}.{name}", cls) for name, item in fields.items() if item is not None}
+        kind = type(value)
+        return {name: _plain(item, f"{path}.{name}", kind) for name, item in fields.items() if item is not None}
     raise ConfigurationError(
         f"{path} is {shown(value)}, which cannot be saved: files hold numbers, texts, lists and mappings."
     )
@@ -162,6 +163,6 @@ def _make(kind: type, fields: Mapping[str, Any], path: str) -> Any:
         if name not in known:
             raise ConfigurationError(unknown(f"field of {path}", name, known))
     try:
-        return kind(**fields)
+        return kind(**from_plain(kind, fields))
     except TypeError as error:
         raise ConfigurationError(f"{path} is not a valid {kind.__name__}: {error}.") from error
