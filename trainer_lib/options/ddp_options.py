@@ -29,7 +29,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend: gloo, nccl, …; by default the backend for the device.
         init_method: A URL for `torch.distributed.init_process_group`; by default the launcher's environment variables.
-        timeout: How long a collective waits for other ranks; by default torch's timeout (30 minutes, NCCL 10).
+        timeout: How long a collective waits for other ranks; by default 30 minutes, and 10 with backend="nccl".
     """
 
     backend: str | None = None
