@@ -13,7 +13,12 @@ JOINS = re.compile(r"[\"']\s*\n\s*f?[\"']")
 VALUES = re.compile(r"…|^NonFiniteError: |\d+|=[\w]+|=\S+\.|\"auto\"|: nan|\bnan\b|CrossEntropyLoss|runs/|cuda|\bNet\b")
 
 
-OF_TORCH = ("torch.OutOfMemoryError", "RuntimeError: Input type", "ValueError: Default process group")
+OF_TORCH = (
+    "torch.OutOfMemoryError",
+    "RuntimeError: Input type",
+    "ValueError: Default process group",
+    "Watchdog caught",
+)
 
 
 @pytest.fixture(scope="module")
