@@ -104,6 +104,9 @@ assert "_dynamo" not in vars(torch)
 with compiler_defaults():
     vars(torch)["_dynamo"] = "imported by another thread"
 assert vars(torch).pop("_dynamo") == "imported by another thread"
+first, second = compiler_defaults(), compiler_defaults()  # of two threads
+first.__enter__(), second.__enter__(), first.__exit__(None, None, None), second.__exit__(None, None, None)
+assert "_dynamo" not in vars(torch)
 assert torch.equal(torch.compile(model, backend="eager")(batch), model(batch))
 accelerator.backward(torch.compile(model, backend="aot_eager")(batch).square().mean())
 assert all(torch.equal(row, accelerator.reduce(row, "mean")) for row in model.module.weight.grad)

@@ -58,8 +58,8 @@ def compiler_defaults() -> Generator[None]:
     try:
         yield
     finally:
-        if modules["_dynamo"] is _FOR_DDP:  # not where another thread has imported the compiler
-            del modules["_dynamo"]
+        if modules.get("_dynamo") is _FOR_DDP:  # another thread may have imported the compiler, or have left this too
+            modules.pop("_dynamo", None)
 
 
 class _Deferral:
