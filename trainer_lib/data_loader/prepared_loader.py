@@ -417,8 +417,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         state = self.state_dict()
         position = min(batches * self._reader.step, state.get("length") or math.inf)
         place = {"epoch": epoch, "position": int(position) if batches else 0, "bookmark": None}
-        # The generators come from the checkpoint, with what the epoch had drawn at its start.
-        start = EpochStart(own=self._reader.generator_states(), seeds_workers=False)
+        # The generators come from the checkpoint, with what the epoch had drawn at its start, if it had begun.
+        start = EpochStart(own=self._reader.generator_states(), seeds_workers=not batches)
         return {**state, **place, "start": start.state_dict()}
 
     def _states_between(self, place: LoaderPosition) -> list[Any]:

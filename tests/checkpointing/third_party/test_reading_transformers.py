@@ -13,15 +13,16 @@ from trainer_lib import Accelerator, ConfigurationError
 pytest.importorskip("transformers")
 
 
-def test_a_checkpoint_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved_at", [5, SAVED_AT], ids=["at the end of an epoch", "in the middle of an epoch"])
+def test_a_checkpoint_resumes(tmp_path: Path, saved_at: int) -> None:
     with their_state():
-        theirs = their_trainer(tmp_path)
+        theirs = their_trainer(tmp_path, save_steps=saved_at)
         theirs.train()
-        expected = logged(theirs, SAVED_AT)
+        expected = logged(theirs, saved_at)
     trainer = language_trainer(output_dir=tmp_path / "runs")
-    result = trainer.fit(resume=tmp_path / f"checkpoint-{SAVED_AT}")
-    assert logged(trainer, SAVED_AT) == pytest.approx(expected, rel=1e-6)
-    assert list(expected) == [8, 9, 10]
+    result = trainer.fit(resume=tmp_path / f"checkpoint-{saved_at}")
+    assert logged(trainer, saved_at) == pytest.approx(expected, rel=1e-6)
+    assert list(expected) == list(range(saved_at + 1, 11))
     assert result.state.step == 10
 
 
