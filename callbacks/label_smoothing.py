@@ -11,6 +11,8 @@ from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.batch_fields import as_mapping, split
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
+_OTHER_LOSSES = ("multi_label_classification", "regression")  # as `problem_type` of a model's config
+
 
 class LabelSmoothing(Modifier):
     """Trains on `(1 - share) * loss + share * mean over all classes`, as `cross_entropy(label_smoothing=share)`.
@@ -79,7 +81,18 @@ class LabelSmoothing(Modifier):
                 "tensor. If you override compute_loss, return the outputs too: return loss, outputs."
             )
         if run.trainer.loss_fn is None:
+            _check_problem(run)
             if run.is_shifted:
                 logits, targets = logits[:, :-1], targets[:, 1:]
             logits = logits.movedim(-1, 1)
         return logits, targets
+
+
+def _check_problem(run: Run) -> None:
+    """Check that the loss of a model of transformers is a cross-entropy: its first forward settles which one it is."""
+    problem = getattr(getattr(run.modules.get(""), "config", None), "problem_type", None)
+    if problem in _OTHER_LOSSES:
+        raise ConfigurationError(
+            f"LabelSmoothing smooths the cross-entropy of classes, and the loss of this model is another one: its "
+            f"config has problem_type={problem!r}. Remove LabelSmoothing."
+        )

@@ -120,6 +120,7 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
         ({"logging_steps": 10}, 'log_every="10 steps"'),
         ({"logging_strategy": "epoch"}, 'log_every="1 epoch"'),
         ({"save_total_limit": 2}, "keep_last=2"),
+        ({"save_total_limit": 0}, "keep_last=None"),
         ({"warmup_steps": 100}, 'warmup="100 steps"'),
         ({"warmup_steps": 0.1}, "warmup=0.1"),
         ({"warmup_ratio": 0.05}, "warmup=0.05"),
@@ -159,6 +160,16 @@ def test_every_field_that_has_no_place_is_refused_with_a_reason() -> None:
         ),
         ({"optim": "lion_32bit"}, "optimizer=\"lion_32bit\", optimizer_kwargs={'betas': [0.9, 0.999]}"),
         ({"optim": "ademamix"}, 'optimizer="ademamix"'),
+        ({"optim": "lomo"}, 'optimizer="lomo", max_grad_norm=None'),
+        (
+            {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=True"},
+            "optimizer_kwargs={'momentum': 0.9, 'nesterov': True}",
+        ),
+        (
+            {"optim": "schedule_free_sgd", "lr_scheduler_type": "constant"},
+            'optimizer="schedule_free_sgd".\nlr_scheduler_type="constant" of Hugging Face\'s Trainer is given here as '
+            'lr_scheduler="constant"',
+        ),
         (
             {"optim": "ademamix_8bit", "adam_beta1": 0.8},
             "optimizer=\"ademamix_8bit\", optimizer_kwargs={'betas': [0.8, 0.999, 0.9999]}",
@@ -216,6 +227,7 @@ def test_the_error_gives_ours_with_the_value(options: dict[str, Any], ours: str)
         ({"optim": "grokadamw"}, "there is no name for 'grokadamw'; give an optimizer object"),
         ({"optim": "galore_adamw"}, 'optimizer="galore_adamw" trains all matrices of hidden layers here'),
         ({"optim": "schedule_free_sgd"}, 'give optimizer="schedule_free_sgd" with lr_scheduler="constant"'),
+        ({"optim": "adamw_8bit", "optim_args": "alpha=2"}, "give optimizer_kwargs={…}, by the optimizer's own"),
         ({"lr_scheduler_type": "greedy"}, "there is no schedule 'greedy'; give a schedule object"),
         (
             {"lr_scheduler_type": "constant", "warmup_steps": 5},

@@ -26,6 +26,16 @@ from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
 NOTES = "trainer_lib.trainer.arguments.training_arguments"
 
 
+BERT = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
 def next_tokens(prediction: Any) -> dict[str, float]:
     """Return how many next tokens are right, and what was given."""
     logits, labels = prediction.predictions, prediction.label_ids
@@ -95,19 +105,33 @@ def test_a_fraction_of_all_steps_is_an_interval(tmp_path: Path, length: Any) -> 
         assert len(taken) == 4
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "lion_32bit", "ademamix"])
-def test_an_optimizer_by_name_makes_the_updates_that_it_makes_there(tmp_path: Path, optimizer: str) -> None:
-    if optimizer != "adafactor":
-        pytest.importorskip("bitsandbytes")
+@pytest.mark.parametrize(
+    ("optimizer", "package", "more"),
+    [
+        ("adafactor", "torch", {}),
+        ("lion_32bit", "bitsandbytes", {}),
+        ("ademamix", "bitsandbytes", {}),
+        ("sgd", "torch", {"optim_args": "momentum=0.9, nesterov=true"}),
+        ("rmsprop", "torch", {"optim_args": "alpha=0.9, momentum=0.5"}),
+        ("schedule_free_adamw", "schedulefree", {"lr_scheduler_type": "constant"}),
+        ("lomo", "lomo_optim", {"weight_decay": 0.0, "gradient_accumulation_steps": 1}),
+    ],
+)
+def test_an_optimizer_by_name_makes_the_updates_that_it_makes_there(
+    tmp_path: Path, optimizer: str, package: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip(package)
 
     def trainer() -> Any:
         # A rate at which the order of summation does not change the sign that Lion goes by.
-        options = {"optim": optimizer, "adam_beta1": 0.8, "weight_decay": 0.1, "learning_rate": 1e-3}
+        options = {"optim": optimizer, "adam_beta1": 0.8, "weight_decay": 0.1, "learning_rate": 1e-3, **more}
         return theirs(tmp_path, args=their_arguments(tmp_path, **options))
 
     wanted = trainer()
     wanted.train()
+    wanted.optimizer.eval()  # the averages of schedule-free ones, which a fit ends with here
     taken = Trainer.from_transformers(trainer())
+    assert "no equivalent" not in caplog.text
     history = taken.fit().history
     assert steps(history, "loss") == [
         (step, pytest.approx(value, rel=2e-5)) for step, value in steps(wanted.state.log_history, "loss")
@@ -226,6 +250,34 @@ def test_label_smoothing_does_not_change_a_compute_loss_func(tmp_path: Path) -> 
     arguments = their_arguments(tmp_path, label_smoothing_factor=0.2)
     taken = Trainer.from_transformers(theirs(tmp_path, args=arguments, compute_loss_func=next_token_loss))
     assert not any(isinstance(callback, LabelSmoothing) for callback in taken.events)
+
+
+def tagger(problem: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**BERT, problem_type=problem, **options)
+    return transformers.BertForSequenceClassification(config)
+
+
+def test_what_is_not_smoothed_there_is_not_smoothed(tmp_path: Path) -> None:
+    arguments = their_arguments(tmp_path, label_smoothing_factor=0.2)
+    with pytest.warns(UserWarning, match="multi-label"):
+        their_trainer = theirs(tmp_path, args=arguments, model=tagger("multi_label_classification", num_labels=3))
+    taken = Trainer.from_transformers(their_trainer)
+    assert not any(isinstance(callback, LabelSmoothing) for callback in taken.events)
+
+
+@pytest.mark.parametrize(("classes", "problem"), [(3, "multi_label_classification"), (1, "regression")])
+def test_other_losses_of_models_are_not_smoothed(classes: int, problem: str) -> None:
+    labels = torch.rand(4, classes)
+    data = [{"input_ids": torch.arange(5), "labels": row if classes > 1 else row[0]} for row in labels]
+    trainer = Trainer(
+        tagger(None, num_labels=classes),
+        TrainingArguments(max_steps=1, use_cpu=True, progress_bar=False),
+        train_dataset=data,
+        callbacks=[LabelSmoothing(0.1)],
+    )
+    with pytest.raises(ConfigurationError, match=f"problem_type='{problem}'. Remove LabelSmoothing"):
+        trainer.fit()
 
 
 class Smoothed(transformers.Trainer):

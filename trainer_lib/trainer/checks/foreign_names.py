@@ -19,7 +19,6 @@ _SMOOTHING = "give Trainer(…, callbacks=[LabelSmoothing(share)]), which does n
 _GONE = "Hugging Face's Trainer has removed it too"
 
 NONE_HERE: dict[str, str] = {
-    "optim_args": "give optimizer_kwargs={…}, by the optimizer's own parameter names",
     "optim_target_modules": "give parameter_groups=[ParameterGroup(pattern, …)], or the optimizer itself",
     "average_tokens_across_devices": "losses are always averaged over the items of all ranks",
     "label_smoothing_factor": _SMOOTHING,
@@ -248,6 +247,11 @@ MEMBERS: dict[str, str] = {
     "load_checkpoint": "fit(resume=folder), or Trainer.from_checkpoint(folder, model)",
     "load_state": "fit(resume=folder), or Trainer.from_checkpoint(folder, model)",
     "create_model_card": "model_card()",
+    "get_num_trainable_parameters": "model.parameters(), and add up the numel() of those that require gradients",
+    "get_learning_rates": "state.history; its entries have the learning_rate",
+    "metrics_format": "fit().metrics",
+    "label_names": "args.label_names",
+    "compute_loss_func": "loss_fn",
     "log_metrics": "log(name, value)",
     "save_metrics": "fit().metrics, and history.jsonl in the folder of the run",
     "compile": "Trainer(model, args, optimizer=…, loss_fn=…, metrics=…), or TrainingArguments(compile=True) for torch",

@@ -61,7 +61,6 @@ for _name, _ours in {
     "no_cuda": "use_cpu",
     "full_determinism": "deterministic",
     "load_best_model_at_end": "load_best_at_end",
-    "save_total_limit": "keep_last",
     "dataloader_drop_last": "drop_last",
     "dataloader_num_workers": "num_workers",
     "dataloader_pin_memory": "pin_memory",
@@ -116,6 +115,12 @@ def _saving(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     if strategy in ("best", "no"):
         return {"save_every": NEVER, "keep_best": int(strategy == "best")}  # 1 saves each new best model
     return {"save_every": _interval(strategy, arguments.get("save_steps", 500), arguments)}
+
+
+@_form("save_total_limit")
+def _retention(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    limit = arguments["save_total_limit"]
+    return {"keep_last": limit if limit is None or limit > 0 else None}  # 0 keeps all there
 
 
 @_form("metric_for_best_model", "greater_is_better")
@@ -185,6 +190,8 @@ _OPTIMIZERS = {
         name: name for name in PATHS if not name.startswith(("schedule_free", "galore", "apollo", "muon", "adamw_bf16"))
     },
 }
+_UPDATES_IN_BACKWARD = ("lomo", "adalomo")  # no gradients are left to clip: max_grad_norm has no effect there
+_WITH_ARGUMENTS = ("sgd", "adagrad", "rmsprop")  # optim_args are options of torch's classes
 # The defaults of the optimizers that transformers hands adam_beta1 and adam_beta2, by a part of their names.
 _BETAS = {"adam": [0.9, 0.999], "ademamix": [0.9, 0.999, 0.9999], "lion": [0.9, 0.99]}
 
@@ -192,11 +199,34 @@ _BETAS = {"adam": [0.9, 0.999], "ademamix": [0.9, 0.999, 0.9999], "lion": [0.9, 
 @_form("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "adafactor")
 def _optimizer(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     name = "adafactor" if arguments.get("adafactor") else str(arguments.get("optim", "adamw_torch"))
-    if name not in _OPTIMIZERS:
+    if name not in _OPTIMIZERS and not _is_schedule_free(name, arguments):
         return _no_optimizer(name)
-    named = {"optimizer": _OPTIMIZERS[name]} if "optim" in arguments or arguments.get("adafactor") else {}
+    is_named = "optim" in arguments or arguments.get("adafactor")
+    named: dict[str, Any] = {"optimizer": _OPTIMIZERS.get(name, name)} if is_named else {}
+    if name in _UPDATES_IN_BACKWARD:
+        named["max_grad_norm"] = None
     options = _options_of_optimizer(name, arguments)
     return named | ({"optimizer_kwargs": options} if options else {})
+
+
+def _is_schedule_free(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a schedule-free optimizer is used as such: with a constant rate, and no warm-up to hand to it."""
+    has_warmup = arguments.get("warmup_steps") or arguments.get("warmup_ratio")
+    is_constant = str(arguments.get("lr_scheduler_type")) == "constant"
+    return name in PATHS and name.startswith("schedule_free") and is_constant and not has_warmup
+
+
+@_form("optim_args")
+def _optimizer_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    if str(arguments.get("optim")) not in _WITH_ARGUMENTS:
+        return "give optimizer_kwargs={…}, by the optimizer's own parameter names"
+    pairs = (pair.split("=") for pair in str(arguments["optim_args"]).replace(" ", "").split(",") if pair)
+    return {"optimizer_kwargs": {name: _option(value) for name, value in pairs}}
+
+
+def _option(text: str) -> bool | float:
+    words = {"true": True, "yes": True, "false": False, "no": False}
+    return words[text.lower()] if text.lower() in words else float(text)
 
 
 def _no_optimizer(name: str) -> str:

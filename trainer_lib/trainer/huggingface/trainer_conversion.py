@@ -130,7 +130,8 @@ def _parted(foreign: Any) -> tuple[Any, list[Callback]]:
     """Return the arguments without those that are callbacks here, and these callbacks."""
     theirs = foreign.args
     rest, changing = copy.copy(theirs), list[Callback]()
-    if theirs.label_smoothing_factor and foreign.compute_loss_func is None:  # which computes the whole loss there
+    # A compute_loss_func computes the whole loss there; for several labels a sample, nothing is smoothed there.
+    if foreign.label_smoother is not None and foreign.compute_loss_func is None:
         changing.append(LabelSmoothing(theirs.label_smoothing_factor))
     if theirs.neftune_noise_alpha:
         changing.append(NEFTune(theirs.neftune_noise_alpha))
