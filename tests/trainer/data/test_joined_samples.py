@@ -12,7 +12,7 @@ from tests.trainer.fit.test_exact_updates import Gradients, arguments, train
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
 from trainer_lib.state.gradient_state import Rows
-from trainer_lib.trainer.data.batch_rows import real_rows
+from trainer_lib.trainer.data.batch_rows import count_rows, real_rows, take_rows
 
 Sequence = tuple[Tensor, Tensor]
 
@@ -150,3 +150,33 @@ def test_repeated_rows_are_removed_only_from_batches_with_one_row_per_sample() -
     with pytest.raises(ConfigurationError, match="has no rows"):
         real_rows(torch.tensor(1.0), rows)
     assert real_rows(torch.arange(9), Rows(total=4, real=0)).tolist() == list(range(9))  # its weight is 0
+
+
+def test_lists_with_one_item_per_sample_are_cut_as_rows() -> None:
+    boxes = [{"boxes": torch.ones(number, 4)} for number in (3, 1, 3)]
+    images = [torch.full((3, 4, 4 + index), float(index)) for index in range(3)]  # as many channels as samples
+    for batch in ((tuple(images), tuple(boxes)), {"images": images, "labels": boxes}):
+        assert count_rows(batch) == 3
+        cut_images, cut_boxes = list(
+            take_rows(batch, 1, 3).values() if isinstance(batch, dict) else take_rows(batch, 1, 3)
+        )
+        assert [float(image.mean()) for image in cut_images] == [1, 2]
+        assert [len(target["boxes"]) for target in cut_boxes] == [1, 3]
+    masks = {
+        "pixels": torch.ones(2, 3, 4, 4),
+        "masks": [torch.ones(2, 4, 4), torch.ones(1, 4, 4)],
+        "flat": torch.ones(1),
+    }
+    assert [len(value) for value in take_rows(masks, 1, 2).values()] == [1, 1, 1]
+    assert take_rows(masks, 1, 2)["masks"][0].shape == (1, 4, 4)
+
+
+def test_lists_of_columns_are_cut_by_column() -> None:
+    columns: tuple[list[Tensor], Tensor] = [torch.ones(2, 3), torch.arange(2)], torch.arange(2)
+    assert count_rows(columns) == 2
+    (first, second), labels = take_rows(columns, 1, 2)
+    assert (first.shape, second.tolist(), labels.tolist()) == ((1, 3), [1], [1])
+    fields = {"inputs": torch.ones(4, 2)}, {"targets": torch.ones(4)}
+    assert count_rows(fields) == 4
+    assert take_rows(fields, 0, 1)[1]["targets"].tolist() == [1]
+    assert count_rows(((torch.ones(4, 2), torch.ones(9)), torch.ones(4))) == 4  # the second is no column

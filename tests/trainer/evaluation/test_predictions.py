@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from tests.trainer.evaluated import Bench, Streamed, Texts, classify, dataset, expected, read, scores
 from tests.trainer.tasks import arguments
@@ -238,3 +238,91 @@ def test_metrics_with_compute_result_get_tensors_of_all_rows() -> None:
     trainer = Trainer(nn.Linear(4, 3), arguments(), loss_fn=nn.functional.cross_entropy, compute_metrics=computed)
     assert trainer.predict(data).metrics["predict_rows"] == 11
     assert trainer.evaluate(data)["eval_hits"] == 1
+
+
+class Detected(Dataset[Any]):
+    """Images of different sizes, with different numbers of boxes."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Any:
+        boxes = torch.arange(4.0 * (1 + index * 5 % 3)).reshape(-1, 4) + index
+        return torch.full((3, 4 + index % 2, 4), index / 11), {"boxes": boxes, "index": torch.tensor(index)}
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Any, boxes: Any) -> dict[str, Any]:
+        errors = [
+            (image.mean() * self.scale - target["boxes"].mean()) ** 2
+            for image, target in zip(images, boxes, strict=True)
+        ]
+        found = [{"boxes": target["boxes"] * self.scale, "scores": target["boxes"][:, 0]} for target in boxes]
+        return {"loss": torch.stack(errors).mean(), "logits": found}
+
+
+class LargestBox:
+    """As metrics of detection: it takes a list of dicts for each, of the same length."""
+
+    def __init__(self) -> None:
+        self.largest: list[float] = []
+
+    def update(self, predictions: Any, labels: Any) -> None:
+        for prediction, label in zip(predictions, labels, strict=True):
+            assert prediction["boxes"].shape == label["boxes"].shape
+            self.largest.append(prediction["boxes"].max().item())
+
+    def compute(self) -> float:
+        return sum(self.largest) / len(self.largest)
+
+
+def by_field(samples: Any) -> Any:
+    images, targets = zip(*samples, strict=True)
+    return {"images": list(images), "boxes": list(targets)}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_lists_with_one_item_per_sample_are_rows(processes: int, tmp_path: Path) -> None:
+    boxes = [Detected()[index][1]["boxes"].numpy() for index in range(11)]
+
+    def computed(prediction: Any) -> dict[str, float]:
+        return {"rows": len(prediction.predictions), "boxes": sum(len(row["boxes"]) for row in prediction.labels)}
+
+    def body() -> None:
+        options: dict[str, Any] = {"label_names": ["boxes"], "per_device_eval_batch_size": 2, "fsdp": processes > 1}
+        trainer = Trainer(
+            Detector(),
+            arguments(**options),
+            collate_fn=by_field,
+            metrics={"largest": LargestBox()},
+            compute_metrics=computed,
+        )
+        metrics = trainer.evaluate(Detected())
+        assert metrics["eval_rows"] == 11
+        assert metrics["eval_boxes"] == sum(map(len, boxes))
+        assert metrics["eval_largest"] == pytest.approx(np.mean([row.max() for row in boxes]))
+        losses = [(index / 11 - row.mean()) ** 2 for index, row in enumerate(boxes)]
+        assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+        for to in (None, tmp_path / "boxes"):
+            found, labels, _ = trainer.predict(Detected(), to=to)
+            assert [label["index"] for label in labels] == list(range(11))
+            for row, label, wanted in zip(found, labels, boxes, strict=True):
+                np.testing.assert_array_equal(row["boxes"], wanted)
+                np.testing.assert_array_equal(label["boxes"], wanted)
+
+    run_world(body, num_processes=processes, timeout=60)
+
+
+def test_lists_of_columns_keep_their_columns() -> None:
+    """Also in a batch of as many rows as there are columns."""
+
+    def step(model: Any, batch: Any) -> EvaluationOutput:
+        return EvaluationOutput(predictions=[batch[0], batch[0][:, 0]], labels=batch[1])
+
+    whole, first = Bench(step).predict(dataset(10), batch_size=4).predictions
+    np.testing.assert_array_equal(whole, scores(10)[0])
+    np.testing.assert_array_equal(first, scores(10)[0][:, 0])

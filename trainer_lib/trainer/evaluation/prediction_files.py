@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.filesystem.atomic_files import path_inside, sync
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.trainer.data.batch_rows import count_output_rows
 from trainer_lib.trainer.evaluation.row_buffers import Structure, common_shape, fill, padded_type, places_of
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ class PredictionFiles:
             self._partial.mkdir(parents=True)
             self._parts = {name: _Part(self._partial, name) for name in ("predictions", "labels")}
         self._parts["predictions"].padding = padding
-        self._parts["predictions"].add(predictions)
-        self._parts["labels"].add(labels)
+        total = count_output_rows(predictions, labels)
+        self._parts["predictions"].add(predictions, total)
+        self._parts["labels"].add(labels, total)
 
     def commit(self, metrics: Mapping[str, float], order: "Positions | None" = None) -> None:
         """Write the manifest, and rename the partial folder to the final one.
@@ -114,11 +115,12 @@ class _Part:
         self._shape: Any = None
         self._files: list[_ArrayFile | _TextFile | None] = []
 
-    def add(self, batch: Any) -> None:
-        """Write a batch."""
-        rows = [_texts_as_list(leaf_rows) for leaf_rows in self._structure.rows_of(batch)]
+    def add(self, batch: Any, total: int | None) -> None:
+        """Write a batch of so many samples."""
+        rows = [_texts_as_list(leaf_rows) for leaf_rows in self._structure.rows_of(batch, total)]
         if self._shape is None:
-            self._shape = _described(batch, iter(range(len(rows))))
+            numbers = [None if leaf_rows is None else index for index, leaf_rows in enumerate(rows)]
+            self._shape = _described(self._structure.filled(numbers))
             self._files = [self._file(index, leaf_rows) for index, leaf_rows in enumerate(rows)]
         for file, leaf_rows in zip(self._files, rows, strict=True):
             if file is not None:
@@ -155,7 +157,7 @@ class _TextFile:
         for row in rows:
             try:
                 self._starts.append(self._file.tell())
-                self._file.write(json.dumps(row).encode() + b"\n")
+                self._file.write(json.dumps(row, default=_array_as_list).encode() + b"\n")
             except (TypeError, ValueError) as error:
                 raise ConfigurationError(
                     f"A row of type {type(row).__name__} cannot be written to disk: {error}. Return tensors, strings "
@@ -264,22 +266,27 @@ class _Piece:
         np.lib.format.write_array_header_1_0(self.file, header)
 
 
+def _array_as_list(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.tolist()
+
+
 def _texts_as_list(rows: Any) -> Any:
     return rows.tolist() if isinstance(rows, np.ndarray) and rows.dtype.kind in "OSU" else rows
 
 
-def _described(tree: Any, numbers: Any) -> Any:
-    """Return a structure as JSON values, with numbered leaves."""
+def _described(tree: Any) -> Any:
+    """Return a structure, whose leaves are numbers, as JSON values."""
     if tree is None:
-        next(numbers)
         return None
     if isinstance(tree, Mapping):
-        return {"dict": {str(key): _described(value, numbers) for key, value in tree.items()}}
-    if isinstance(tree, (tuple, list)) and not holds_rows(tree):
-        return {"tuple" if isinstance(tree, tuple) else "list": [_described(value, numbers) for value in tree]}
-    if not isinstance(tree, (tuple, list)) and (fields := getattr(tree, "__dataclass_fields__", None)):
-        return {"dict": {name: _described(getattr(tree, name), numbers) for name in fields}}
-    return {"file": next(numbers)}
+        return {"dict": {str(key): _described(value) for key, value in tree.items()}}
+    if isinstance(tree, (tuple, list)):
+        return {"tuple" if isinstance(tree, tuple) else "list": [_described(value) for value in tree]}
+    if fields := getattr(tree, "__dataclass_fields__", None):
+        return {"dict": {name: _described(getattr(tree, name)) for name in fields}}
+    return {"file": tree}
 
 
 def _named(described: Any, names: list[str | None]) -> Any:

@@ -13,6 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError, DistributedOperati
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import map_leaves
 from trainer_lib.foundation.signatures import parameter_names
+from trainer_lib.trainer.data.batch_rows import count_output_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions
 from trainer_lib.trainer.evaluation.row_buffers import PADDING, RowBuffers
@@ -99,8 +100,9 @@ class Collector(Metric):
     def update(self, output: EvaluationOutput) -> None:
         """Add a batch."""
         self._padding = output.padding
-        self._predictions.add(output.predictions)
-        self._labels.add(output.labels)
+        total = count_output_rows(output.predictions, output.labels)
+        self._predictions.add(output.predictions, total)
+        self._labels.add(output.labels, total)
 
     def result(self, states: Sequence[Any]) -> tuple[Any, Any]:
         """Return predictions and labels."""

@@ -1,6 +1,6 @@
 """Buffers that join the rows of many batches in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,8 +9,8 @@ from torch import Tensor
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import map_leaves, named_leaves
-from trainer_lib.trainer.data.batch_rows import as_array
+from trainer_lib.foundation.pytree import map_leaves, map_tensors, named_leaves
+from trainer_lib.trainer.data.batch_rows import as_array, holds_rows_of
 
 if TYPE_CHECKING:
     from trainer_lib.data_loader.order.permutation import Positions
@@ -32,20 +32,26 @@ class Structure:
         self._is_one_array = False
         self._first: Any = None
 
-    def rows_of(self, batch: Any) -> list[Rows]:
+    def rows_of(self, batch: Any, total: int | None) -> list[Rows]:
         """Return the rows in the leaves of a batch: arrays, lists, or `None`.
+
+        Args:
+            batch: The batch.
+            total: The number of its samples, which tells lists with one item per sample from lists of columns.
 
         Raises:
             ConfigurationError: If its structure differs from the first batch's.
         """
         if type(batch) is Tensor and self._is_one_array:  # the most frequent case
             return [_rows(batch)]
-        leaves = list(named_leaves(batch, is_leaf=holds_rows))
-        names = [name for name, _ in leaves]
-        rows = [_rows(leaf) for _, leaf in leaves]
+        for is_leaf in (_is_leaf(batch, total), _is_leaf(batch, total, unclear=True), holds_rows):
+            leaves = list(named_leaves(batch, is_leaf=is_leaf))
+            names, rows = [name for name, _ in leaves], [_rows(leaf) for _, leaf in leaves]
+            if self.names in (None, names):  # else a list of this batch can be read both ways
+                break
         if self.names is None:
             # Only types: the batch itself would keep its tensors in memory.
-            self.names, self._first = names, map_leaves(type, batch, is_leaf=holds_rows)
+            self.names, self._first = names, map_leaves(type, batch, is_leaf=is_leaf)
             self._kinds = [type(leaf) for leaf in rows]
             self._is_one_array = type(batch) is Tensor
         elif names != self.names or self._kinds != [type(leaf) for leaf in rows]:
@@ -75,9 +81,14 @@ class RowBuffers:
         self._structure = Structure(what)
         self._batches: list[list[Rows]] = []
 
-    def add(self, batch: Any) -> None:
-        """Add a batch."""
-        self._batches.append(self._structure.rows_of(batch))
+    def add(self, batch: Any, total: int | None) -> None:
+        """Add a batch.
+
+        Args:
+            batch: The batch.
+            total: The number of its samples.
+        """
+        self._batches.append(self._structure.rows_of(batch, total))
 
     def joined(self, padding: int = PADDING, order: "Positions | None" = None) -> Any:
         """Return all rows and empty the buffers.
@@ -162,6 +173,12 @@ def _texts(rows: list[Any], what: str, order: "Positions | None") -> list[Any]:
     return [rows[index] for index in np.argsort(places_of(order, len(rows), what))]
 
 
+def _is_leaf(batch: Any, total: int | None, unclear: bool = False) -> Callable[[Any], bool]:
+    """Return a function that tells which containers hold rows; a tuple of tensors holds what a model returned."""
+    holds_row = holds_rows_of({"rows": batch}, total, unclear)
+    return lambda tree: holds_row(tree) and not (type(tree) is tuple and any(isinstance(item, Tensor) for item in tree))
+
+
 def _rows(leaf: Any) -> Rows:
     if leaf is None:
         return None
@@ -169,7 +186,7 @@ def _rows(leaf: Any) -> Rows:
         return np.atleast_1d(as_array(leaf))
     if isinstance(leaf, np.ndarray):
         return np.atleast_1d(leaf)
-    return list(leaf) if isinstance(leaf, (list, tuple)) else [leaf]
+    return map_tensors(as_array, list(leaf)) if isinstance(leaf, (list, tuple)) else [leaf]
 
 
 def _described(names: Sequence[str], rows: Sequence[Any]) -> str:

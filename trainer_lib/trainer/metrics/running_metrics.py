@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.logging import get_logger
-from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
+from trainer_lib.trainer.data.batch_rows import count_output_rows, take_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.losses.loss_result import count_valid
 
@@ -118,7 +118,7 @@ class FunctionMetric(Metric):
     def _measure(self, output: EvaluationOutput) -> dict[str | None, Measured]:
         value = self._function(output.predictions, output.labels)
         named: Mapping[str | None, Any] = value if isinstance(value, Mapping) else {None: value}
-        rows = count_rows((output.labels, output.predictions))
+        rows = count_output_rows(output.predictions, output.labels)
         if rows is None:
             raise ConfigurationError(f"The metric {self.name!r} needs predictions and labels with rows.")
         return {key: self._over_rows(key, part, rows) for key, part in named.items()}
@@ -126,7 +126,7 @@ class FunctionMetric(Metric):
     def _check_mean(self, output: EvaluationOutput, measured: Mapping[str | None, Measured]) -> None:
         """Warn, at the second batch of the first evaluation, if a number is not the mean of those of two halves."""
         self._batches += 1
-        rows = count_rows((output.labels, output.predictions)) or 0
+        rows = count_output_rows(output.predictions, output.labels) or 0
         if self._batches != _COMPARED or not self._returns_numbers or rows < 2:
             return
         try:
