@@ -1166,3 +1166,25 @@ def test_parameters_that_get_no_gradient_are_named_and_can_be_allowed() -> None:
         return trainer(Unused(), ddp=DistributedDataParallelKwargs(find_unused_parameters=True)).fit().state.step
 
     assert run_world(allowed, timeout=60) == [3, 3]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_layer_dropped_on_one_rank_is_named(accumulation: int) -> None:
+    """Otherwise ranks reduce different things, and the process is killed."""
+
+    class LayerDrop(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            self.calls += 1
+            drops = self.calls == 2 * accumulation and PartialState().process_index == 0
+            return super().forward(x if drops else self.extra(x), labels)
+
+    def body() -> None:
+        trainer(LayerDrop(), per_device_train_batch_size=4, gradient_accumulation_steps=accumulation).fit()
+
+    named = r"2 of the 4 .* on rank 0: extra.weight" if accumulation == 1 else r"Some of the 4 .* on rank 0\."
+    with pytest.raises(ProcessFailedError, match=named):
+        run_world(body, timeout=60)

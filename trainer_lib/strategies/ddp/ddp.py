@@ -28,6 +28,8 @@ from trainer_lib.strategies.ddp.param_averaging import average, average_gradient
 from trainer_lib.strategies.single_device import NO_CONTEXT
 from trainer_lib.strategies.validate import check_has_whole_weights
 
+_SHOWN = 5  # parameters without a gradient
+
 
 class DDP(Strategy):
     """`torch.nn.parallel.DistributedDataParallel`, with a few extra values appended to its first bucket."""
@@ -43,6 +45,7 @@ class DDP(Strategy):
         self._joining: Joining | None = None
         self._without_hook: list[DistributedDataParallel] = []
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
 
     def rebind_parameters(self, optimizer: Optimizer) -> None:
         """Remember an optimizer: `average_weights` averages what it holds."""
@@ -59,6 +62,7 @@ class DDP(Strategy):
             # Its announced replacement also broadcasts buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, device_ids=device_ids, **arguments)
+        self._wrapped.add(wrapped)
         hook = new_hook(self.options)
         if hook is averaged:
             self._without_hook.append(wrapped)
@@ -127,8 +131,17 @@ class DDP(Strategy):
                     "which the weight is sent. Name the model in join_uneven_inputs, and register no communication "
                     "hook on it yourself."
                 )
+            self._check_reduced()
             self._averages = _unpacked(self.group.all_reduce(values) / self.group.size)
         return super().received_averages()
+
+    def _check_reduced(self) -> None:
+        """Raise if a backward left out parameters: other ranks may wait where the gradients of all are reduced."""
+        for model in self._wrapped:
+            try:
+                model._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage] - the only way to ask
+            except RuntimeError as error:
+                raise unused_parameters_error(model, self.group.rank) from error
 
     def reduce_bucket(self, bucket: dist.GradBucket, model: nn.Module | None, hook: CommHook) -> Future[Tensor]:
         """Reduce a bucket of gradients in `backward`, the first one together with the values to send."""
@@ -304,6 +317,21 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
     named = model.module.named_parameters()
     return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+
+
+def unused_parameters_error(model: DistributedDataParallel, rank: int) -> ConfigurationError:
+    """Return an error that names the parameters without a gradient on a rank."""
+    trained = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    unused = [name for name, parameter in trained.items() if parameter.grad is None]
+    count = len(unused) or "Some"  # those had gradients in an earlier micro-batch
+    names = f": {', '.join(unused[:_SHOWN])}{', …' if len(unused) > _SHOWN else ''}" if unused else ""
+    return ConfigurationError(
+        f"{count} of the {len(trained)} parameters of {type(model.module).__name__} got no gradient on rank {rank}"
+        f"{names}. DDP waits for the gradients of all parameters. Freeze those that the loss does not depend on "
+        "(requires_grad_(False)). If they change from batch to batch, as with layers that are dropped at random "
+        "(layerdrop), give TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True)), or the "
+        "handler to Accelerator(kwargs_handlers=[…])."
+    )
 
 
 def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:

@@ -5,9 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_lib.foundation.errors import ConfigurationError
-
-_SHOWN = 5
+from trainer_lib.state.partial_state import PartialState
 
 
 def check_all_used(models: Sequence[nn.Module]) -> None:
@@ -22,13 +20,8 @@ def check_all_used(models: Sequence[nn.Module]) -> None:
         replica: Any = model
         if getattr(replica, "find_unused_parameters", True) or getattr(replica, "static_graph", False):
             continue
-        trained = {name: parameter for name, parameter in replica.module.named_parameters() if parameter.requires_grad}
-        unused = [name for name, parameter in trained.items() if parameter.grad is None]
-        if unused and len(unused) < len(trained):
-            more = ", …" if len(unused) > _SHOWN else ""
-            raise ConfigurationError(
-                f"{len(unused)} of the {len(trained)} parameters of {type(replica.module).__name__} got no gradient: "
-                f"{', '.join(unused[:_SHOWN])}{more}. DDP waits for the gradients of all parameters. Freeze those "
-                "that the loss does not depend on (requires_grad_(False)), or, if they change from batch to batch, "
-                "give TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))."
-            )
+        with_gradient = {p.grad is not None for p in replica.module.parameters() if p.requires_grad}
+        if with_gradient == {True, False}:
+            from trainer_lib.strategies.ddp.ddp import unused_parameters_error
+
+            raise unused_parameters_error(replica, PartialState().process_index)
