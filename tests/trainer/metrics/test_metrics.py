@@ -375,6 +375,18 @@ class TestTorchMetrics:
             assert values[name] == pytest.approx(at_once[name].compute().item(), rel=1e-5), name
         assert {"f1", "recall", *(f"wrapped_multiclassf1score_{n}" for n in range(CLASSES))} <= set(values)
 
+    def test_parts_with_several_values_are_left_out(self, caplog: pytest.LogCaptureFixture) -> None:
+        """As the list of classes of `MeanAveragePrecision`."""
+        torchmetrics = pytest.importorskip("torchmetrics")
+
+        class Detection(torchmetrics.classification.MulticlassAccuracy):
+            def compute(self) -> dict[str, Tensor]:
+                return {"map": super().compute(), "classes": torch.arange(CLASSES), "none": torch.empty(0)}
+
+        values = measured(lambda: {"found": Detection(CLASSES, average="micro", ignore_index=-100)}, run=run_forked)
+        assert set(values) == {"loss", "found_map"}
+        assert "'found' returned 'classes', 'none' with several values, or none" in caplog.text
+
     @pytest.mark.slow
     def test_own_ones_are_merged_only_where_that_is_exact(self) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")

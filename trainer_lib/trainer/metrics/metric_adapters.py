@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.foundation.pytree import map_tensors, send_to_device
+from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.batch_rows import as_array
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.metrics.running_metrics import chosen_classes
+
+_logger = get_logger(__name__)
 
 Merge = Callable[[Any, Sequence[Any]], None]
 
@@ -150,13 +153,30 @@ class TorchMetric(ObjectMetric):
     def result(self, states: Sequence[Any]) -> Any:
         """Return the value over all ranks."""
         if self._merge is None:
-            return self._metric.compute()
+            return self._numbers(self._metric.compute())
         merged = copy.deepcopy(self._metric)
         for name, value in states[0].items():
             setattr(merged, name, value)
         merged._update_count = len(states)  # prevents a warning if this rank had no batch
         self._merge(merged, states[1:])
-        return merged.compute()
+        return self._numbers(merged.compute())
+
+    def _numbers(self, value: Any) -> Any:
+        """Return a value without those of its parts that are no numbers, such as the list of classes."""
+        if not isinstance(value, dict):
+            return value
+        parts: dict[str, Any] = value
+        numbers = {key: part for key, part in parts.items() if getattr(part, "numel", _one)() == 1}
+        if numbers and (left_out := [repr(key) for key in parts if key not in numbers]):
+            _logger.warning_once(
+                f"The metric {self.name!r} returned {', '.join(left_out)} with several values, or none, which are left "
+                "out. To log them, give a subclass whose compute() returns numbers by name."
+            )
+        return numbers or parts
+
+
+def _one() -> int:
+    return 1
 
 
 def torch_collection(value: Any) -> dict[str, Any] | None:
