@@ -1148,6 +1148,24 @@ def test_a_process_that_raises_in_a_step_ends_all_and_is_told() -> None:
     assert "In step 1, with the batch" in str(caught.value)
 
 
+class PerEpoch:
+    """A schedule whose step is told the epoch."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int) -> None:
+        raise AssertionError
+
+
+def test_schedules_that_need_arguments_are_told_how_to_wrap() -> None:
+    with pytest.raises(ConfigurationError, match=r"PerEpoch\.step\(epoch: int\).* missing.*steps once for each update"):
+        trainer(scheduler=PerEpoch).fit()
+    without_rates = type("Silent", (PerEpoch,), {"step": lambda self: None})
+    with pytest.raises(ConfigurationError, match=r"Silent has no get_last_lr.*Wrap it"):
+        trainer(scheduler=without_rates).fit()
+
+
 class Unused(Head):
     """One with a layer that nothing goes through."""
 

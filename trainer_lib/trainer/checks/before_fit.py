@@ -30,6 +30,7 @@ from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.evaluation.eval_sets import check_has_interval, check_intervals, named_sets
 from trainer_lib.trainer.evaluation.outputs import Metric
 from trainer_lib.trainer.optim.optimizers import NEEDS_CLOSURE
+from trainer_lib.trainer.optim.schedules import moves_each_update
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.bad_samples import check_can_leave_out
 from trainer_lib.trainer.trainer_interface import TrainerInterface
@@ -156,9 +157,18 @@ def checked_schedule(schedule: Any, optimizer: Optimizer) -> Any:
             f"configure_scheduler returned a {type(schedule).__name__}. Return a schedule, such as those of "
             "torch.optim.lr_scheduler, or None."
         )
+    kind = type(schedule).__name__
+    problem = cannot_take(schedule.step) if moves_each_update(schedule) else None
+    if problem is not None or not hasattr(schedule, "get_last_lr"):
+        raise ConfigurationError(
+            f"{kind}{f'.step{problem}' if problem else ' has no get_last_lr'}. A schedule steps "
+            "once for each update, without arguments, and tells its rates. Wrap it in a class with step(), "
+            "get_last_lr(), state_dict() and load_state_dict(state) (docs/other_libraries.md shows one for timm), or "
+            'take one by name: TrainingArguments(lr_scheduler="cosine").'
+        )
     if getattr(schedule, "optimizer", optimizer) is not optimizer:
         raise PreparationError(
-            f"The {type(schedule).__name__} belongs to another optimizer than the one in training: it would change the "
+            f"The {kind} belongs to another optimizer than the one in training: it would change the "
             "learning rate of that optimizer. Make it from the optimizer that configure_scheduler is given."
         )
     return schedule
