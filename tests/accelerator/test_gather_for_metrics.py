@@ -217,3 +217,19 @@ def test_packed_and_generated_batches_keep_their_rows() -> None:
         assert (rows, losses, samples) == ([6, 22, 27], [6] * 4 + [22] * 4 + [27] * 3, 11)
     for rows, *_ in run_world(_counted, ([[0], [1], [2]], {}, lambda row: torch.tensor(row * 4)), 2):
         assert rows == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_boxes_of_each_sample_are_gathered_as_objects() -> None:
+    """Ranks have other numbers of images, and images other numbers of boxes."""
+
+    def body() -> list[tuple[int, int]]:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Numbers(7), batch_size=2))
+        found: list[tuple[int, int]] = []
+        for batch in loader:
+            boxes = [{"boxes": torch.ones(int(number) % 3, 4), "number": number} for number in batch["number"]]
+            gathered = accelerator.gather_for_metrics(boxes, use_gather_object=True)
+            found += [(int(image["number"]), len(image["boxes"])) for image in gathered]
+        return found
+
+    assert run_world(body, num_processes=2) == [[(number, number % 3) for number in range(7)]] * 2

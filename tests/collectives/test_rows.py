@@ -132,4 +132,5 @@ def test_what_does_not_fit_is_told_on_all_processes_in_debug_mode_or_not(first: 
     for message in run_world(body, timeout=60):
         assert text in message
         assert message.startswith("gather_for_metrics needs the same")
-        assert message.endswith("Pad the others first: pad_across_processes(…, dim=1).")
+        assert "Pad the others first: pad_across_processes(…, dim=1)." in message
+        assert message.endswith("gathered by gather_for_metrics(…, use_gather_object=True).")

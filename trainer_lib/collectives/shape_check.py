@@ -16,7 +16,8 @@ _SHOWN = 5  # leaves that an error lists before it only counts
 
 _ADVICE = {
     "gather": "Pad with pad_across_processes first. Where only the number of rows differs, use gather_for_metrics.",
-    "gather_for_metrics": "Only the first dimension may differ. Pad the others first: pad_across_processes(…, dim=1).",
+    "gather_for_metrics": "Only the first dimension may differ. Pad the others first: pad_across_processes(…, dim=1). "
+    "A list with one dict or tensor per sample is gathered by gather_for_metrics(…, use_gather_object=True).",
     "reduce": "Reduce what has one shape everywhere, such as sums and counts.",
     "broadcast": "Make tensors of the sender's shapes on the receivers, or use broadcast_object_list.",
     "pad_across_processes": "Pass the same number of tensors, with the same number of dimensions, on all ranks.",
