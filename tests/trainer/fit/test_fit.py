@@ -7,7 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -225,24 +225,29 @@ def test_what_is_logged_is_averaged_over_batches_steps_and_processes(processes: 
 
 
 class LogsInputs(Trainer):
+    @classmethod
+    def on_ones(cls) -> Self:
+        """Return a trainer that trains on ones and is evaluated on thousands."""
+        inputs, targets = torch.ones(40, 4), torch.zeros(40, dtype=torch.long)
+        return cls(
+            nn.Linear(4, 2),
+            arguments(num_train_epochs=1, log_every="2 steps", eval_every="1 step"),
+            train_dataset=(inputs, targets),
+            eval_dataset=(inputs * 1000, targets),
+            loss_fn=torch.nn.functional.cross_entropy,
+        )
+
     def compute_loss(self, model: Any, batch: Any) -> Any:
         self.log("input", batch[0].mean())
         return super().compute_loss(model, batch)
 
 
 def test_what_a_loss_logs_in_an_evaluation_is_not_averaged_with_training() -> None:
-    inputs, targets = torch.ones(40, 4), torch.zeros(40, dtype=torch.long)
-    trainer = LogsInputs(
-        nn.Linear(4, 2),
-        arguments(num_train_epochs=1, log_every="2 steps", eval_every="1 step"),
-        train_dataset=(inputs, targets),
-        eval_dataset=(inputs * 1000, targets),
-        loss_fn=torch.nn.functional.cross_entropy,
-    )
+    trainer = LogsInputs.on_ones()
     logs = [entry for entry in trainer.fit().history if "eval_loss" not in entry]
     assert [entry["input"] for entry in logs] == [1.0] * len(logs)
     assert all("loss" in entry for entry in logs)  # no log of an evaluation's values alone follows the last step
-    trainer.predict((inputs * 1000, targets))
+    trainer.predict(trainer.eval_dataset)
     assert not trainer.parts.means.collect()
 
 
@@ -255,14 +260,7 @@ class LogsRows(LogsInputs):
 
 
 def test_what_an_evaluation_step_logs_is_not_averaged_with_training() -> None:
-    inputs, targets = torch.ones(40, 4), torch.zeros(40, dtype=torch.long)
-    trainer = LogsRows(
-        nn.Linear(4, 2),
-        arguments(num_train_epochs=1, log_every="2 steps", eval_every="1 step"),
-        train_dataset=(inputs, targets),
-        eval_dataset=(inputs * 1000, targets),
-        loss_fn=torch.nn.functional.cross_entropy,
-    )
+    trainer = LogsRows.on_ones()
     logs = [entry for entry in trainer.fit().history if "eval_loss" not in entry]
     assert {entry["row"] for entry in logs if "row" in entry} == {1000.0}
     assert {entry["input"] for entry in logs if "input" in entry} == {1.0}

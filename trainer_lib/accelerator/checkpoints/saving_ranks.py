@@ -24,8 +24,6 @@ _SHOWN = 8  # ranks in a message
 def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
     """Return the group of the ranks that save; `None` on a rank that called `save_state` after rank 0 saved alone."""
     group = checkpoints.engine.group
-    if group.size == 1:
-        return group
     try:
         calls = _Calls(checkpoints)
         if group.rank == 0:
@@ -46,13 +44,12 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
 
 def meet_to_load(checkpoints: Checkpoints) -> None:
     """Let a rank that is in `save_state` by mistake find the others in `load_state`, and raise there."""
-    if checkpoints.engine.world_size > 1:
-        with contextlib.suppress(RuntimeError):  # a store that fails; collectives follow
-            calls = _Calls(checkpoints)
-            if checkpoints.engine.rank == 0:
-                calls.begin(_ALL)
-            else:
-                calls.join()
+    with contextlib.suppress(RuntimeError):  # a store that fails; collectives follow
+        calls = _Calls(checkpoints)
+        if checkpoints.engine.rank == 0:
+            calls.begin(_ALL)
+        else:
+            calls.join()
 
 
 def _may_save_alone(checkpoints: Checkpoints) -> bool:
