@@ -24,6 +24,8 @@ _SHOWN = 8  # ranks in a message
 def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
     """Return the group of the ranks that save; `None` on a rank that called `save_state` after rank 0 saved alone."""
     group = checkpoints.engine.group
+    if group.size == 1:  # nobody to wait for: its store, which may be a file on a full disk, stays as it is
+        return group
     try:
         calls = _Calls(checkpoints)
         if group.rank == 0:
@@ -44,6 +46,8 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
 
 def meet_to_load(checkpoints: Checkpoints) -> None:
     """Let a rank that is in `save_state` by mistake find the others in `load_state`, and raise there."""
+    if checkpoints.engine.world_size == 1:
+        return
     with contextlib.suppress(RuntimeError):  # a store that fails; collectives follow
         calls = _Calls(checkpoints)
         if checkpoints.engine.rank == 0:
