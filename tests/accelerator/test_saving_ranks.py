@@ -180,5 +180,19 @@ def test_sharded_states_end_with_an_error_that_names_the_missing_ranks(tmp_path:
 
     first, _, third, _ = run_forked(body, num_processes=4, timeout=120)
     assert first == "Rank 0 has waited 2 seconds in save_state for ranks 1, 3. All ranks have to call it."
-    assert third == "Rank 2 has waited 2 seconds in save_state or load_state for rank 0. All ranks have to call it."
+    assert third == "Rank 2 has waited 2 seconds in save_state for rank 0. All ranks have to call it."
     assert not (tmp_path / "state").exists()
+
+
+def test_a_rank_that_waits_in_load_state_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> str:
+        accelerator = engine()
+        trained(accelerator)
+        accelerator.save_state(tmp_path / "state")
+        if accelerator.is_main_process:
+            time.sleep(2 * PATIENCE)
+        accelerator.load_state(tmp_path / "state")
+        return caplog.text
+
+    _, text = run_forked(body, timeout=120)
+    assert "Rank 1 has waited 0.4 seconds in load_state for the other ranks." in text

@@ -5,7 +5,6 @@ alone once it has waited for the other ranks. They may be in a collective of the
 store of the world. Rank 0 counts its calls; another rank joins the call at its own place in the training.
 """
 
-import contextlib
 from datetime import timedelta
 from functools import partial
 
@@ -17,6 +16,7 @@ from trainer_lib.process_group import LoneProcess, ProcessGroup, looks
 
 _logger = get_logger(__name__)
 
+_SAVE, _LOAD = "save_state", "load_state"
 _ALL, _ALONE = "all", "alone"
 _SHOWN = 8  # ranks in a message
 
@@ -24,18 +24,10 @@ _SHOWN = 8  # ranks in a message
 def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
     """Return the group of the ranks that save; `None` on a rank that called `save_state` after rank 0 saved alone."""
     group = checkpoints.engine.group
-    if group.size == 1:  # nobody to wait for: its store, which may be a file on a full disk, stays as it is
+    if _answer(checkpoints, _SAVE) == _ALL:
         return group
-    try:
-        calls = _Calls(checkpoints)
-        if group.rank == 0:
-            return group if calls.wait_for_others() else LoneProcess()
-        if calls.join() == _ALL:
-            return group
-    except WorldError:
-        raise
-    except RuntimeError:  # a store on a full disk, or whose process has ended
-        return group
+    if group.rank == 0:
+        return LoneProcess()
     _logger.warning(
         "Rank %d called save_state after rank 0 had saved alone, so the checkpoint has none of its random states.",
         group.rank,
@@ -46,14 +38,23 @@ def ranks_that_save(checkpoints: Checkpoints) -> ProcessGroup | None:
 
 def meet_to_load(checkpoints: Checkpoints) -> None:
     """Let a rank that is in `save_state` by mistake find the others in `load_state`, and raise there."""
-    if checkpoints.engine.world_size == 1:
-        return
-    with contextlib.suppress(RuntimeError):  # a store that fails; collectives follow
-        calls = _Calls(checkpoints)
-        if checkpoints.engine.rank == 0:
-            calls.begin(_ALL)
-        else:
-            calls.join()
+    _answer(checkpoints, _LOAD)
+
+
+def _answer(checkpoints: Checkpoints, doing: str) -> str:
+    """Return which ranks are in this call; where the store of the world fails, collectives find out."""
+    group = checkpoints.engine.group
+    if group.size == 1:  # nobody to wait for: its store, which may be a file on a full disk, stays as it is
+        return _ALL
+    try:
+        calls = _Calls(checkpoints, doing)
+        if group.rank:
+            return calls.join()
+        return calls.wait_for_others() if doing == _SAVE else calls.begin(_ALL)
+    except WorldError:
+        raise
+    except RuntimeError:  # a store on a full disk, or whose process has ended
+        return _ALL
 
 
 def _may_save_alone(checkpoints: Checkpoints) -> bool:
@@ -67,35 +68,33 @@ class _Calls:
 
     Args:
         checkpoints: What is saved.
+        doing: The call, as the user knows it.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self, checkpoints: Checkpoints, doing: str) -> None:
         engine = checkpoints.engine
-        self._group, self._place = engine.group, engine.window.backwards
-        self._store = engine.group.store("save_state")
+        self._group, self._place, self._doing = engine.group, engine.window.backwards, doing
+        self._store = engine.group.store(_SAVE)
         self._timeout = (engine.group.timeout or timedelta.max).total_seconds()
         self._may_save_alone = _may_save_alone(checkpoints)
         # Meanwhile the other ranks may be in a collective, which ends with an error after the timeout.
         self._patience = min(agreement.PATIENCE, self._timeout / 2) if self._may_save_alone else self._timeout
 
-    def begin(self, answer: str | None = None) -> int:
-        """Begin a call of rank 0, and return its number."""
-        number = self._store.add("calls", 0) + 1
-        self._store.set(f"{number}/place", str(self._place))
-        if answer is not None:
-            self._store.set(f"{number}/answer", answer)
-        self._store.add("calls", 1)
-        return number
+    def begin(self, answer: str) -> str:
+        """Begin a call of rank 0 with its answer, and return that."""
+        self._store.set(f"{self._store.add('calls', 0) + 1}/answer", answer)
+        self._begin()
+        return answer
 
-    def wait_for_others(self) -> bool:
-        """Begin a call of rank 0, and return whether all other ranks joined it in time.
+    def wait_for_others(self) -> str:
+        """Begin a call of rank 0, and return its answer: all ranks, if the others joined it in time.
 
         Rank 0 does not wait where no other rank has called `save_state` since it saved alone.
 
         Raises:
             WorldError: If rank 0 cannot save alone.
         """
-        number = self.begin()
+        number = self._begin()
         is_hopeless = self._store.check(["alone_after"]) and self._get("alone_after") == self._calls_of_others()
         joined = [f"{number}/{rank}" for rank in range(1, self._group.size)]
         notice = self._patience / 6 if self._may_save_alone else agreement.PATIENCE
@@ -103,8 +102,15 @@ class _Calls:
             is_joined = any(self._store.check(joined) for _ in looks(0 if is_hopeless else self._patience))
         if not is_joined:
             self._give_up(self._missing(number))
-        self._store.set(f"{number}/answer", _ALL if is_joined else _ALONE)
-        return is_joined
+        answer = _ALL if is_joined else _ALONE
+        self._store.set(f"{number}/answer", answer)
+        return answer
+
+    def _begin(self) -> int:
+        number = self._store.add("calls", 0) + 1
+        self._store.set(f"{number}/place", str(self._place))
+        self._store.add("calls", 1)
+        return number
 
     def _warn_of_the_wait(self, waited: float, missing: str) -> None:
         _logger.warning(
@@ -141,7 +147,7 @@ class _Calls:
         last = f"last/{rank}"
         answered = int(self._get(last)) if store.check([last]) else 0
         joined = 0
-        with self._group.noticed_after(agreement.PATIENCE, partial(agreement.warn_of_waiting, rank, "save_state")):
+        with self._group.noticed_after(agreement.PATIENCE, partial(agreement.warn_of_waiting, rank, self._doing)):
             for _ in looks(self._timeout):
                 number = store.add("calls", 0)
                 if number == answered:
@@ -157,8 +163,7 @@ class _Calls:
                     store.set(f"{number}/{rank}", "")
                     joined = number
         raise WorldError(
-            f"Rank {rank} has waited {self._timeout:g} seconds in save_state or load_state for rank 0. All ranks have "
-            "to call it."
+            f"Rank {rank} has waited {self._timeout:g} seconds in {self._doing} for rank 0. All ranks have to call it."
         )
 
     def _calls_of_others(self) -> str:
