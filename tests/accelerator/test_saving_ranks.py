@@ -184,15 +184,17 @@ def test_sharded_states_end_with_an_error_that_names_the_missing_ranks(tmp_path:
     assert not (tmp_path / "state").exists()
 
 
-def test_a_rank_that_waits_in_load_state_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_waits_in_load_state_says_so(late: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def body() -> str:
         accelerator = engine()
         trained(accelerator)
         accelerator.save_state(tmp_path / "state")
-        if accelerator.is_main_process:
+        if accelerator.process_index == late:
             time.sleep(2 * PATIENCE)
         accelerator.load_state(tmp_path / "state")
         return caplog.text
 
-    _, text = run_forked(body, timeout=120)
-    assert "Rank 1 has waited 0.4 seconds in load_state for the other ranks." in text
+    text = run_forked(body, timeout=120)[1 - late]
+    assert f"Rank {1 - late} has waited 0.4 seconds in load_state for the other ranks." in text
+    assert "save_state" not in text
