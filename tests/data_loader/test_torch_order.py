@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from trainer_lib import PartialState, StateError
 from trainer_lib.data_loader import SeedableRandomSampler, prepare_data_loader, skip_first_batches
 from trainer_lib.data_loader.order.epoch_order import samplers_in
 from trainer_lib.launchers import run_forked
+from trainer_lib.trainer.data.dataloaders import train_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
 
@@ -697,3 +698,74 @@ def test_a_users_sampler_gets_the_epoch_before_it_is_iterated(kind: str, reseeds
     resumed.load_state_dict(state)
     for epoch, first in ((1, 2 * size), (2, 0)):
         assert rows_of(resumed) == expected[epoch][first:]
+
+
+class StartsOver:
+    """Counts to ten in steps of `by`; each `iter` starts over, and `next` continues."""
+
+    by, position = 1, 0
+
+    def __iter__(self) -> Self:
+        self.position = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.position >= 10:
+            raise StopIteration
+        first, self.position = self.position, self.position + self.by
+        return first if self.by == 1 else list(range(first, self.position))
+
+    def __len__(self) -> int:
+        return 10 // self.by
+
+
+class StartsOverInBatches(StartsOver):
+    by = 2
+
+
+class StreamThatStartsOver(StartsOver, IterableDataset[int]):
+    pass
+
+
+class LoaderThatStartsOver(DataLoader[int]):
+    def __iter__(self) -> Any:
+        self.__dict__["batches"] = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.__dict__["batches"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **workers: DataLoader(StreamThatStartsOver(), batch_size=3, **workers),
+        lambda **workers: DataLoader(StreamThatStartsOver(), batch_size=None, **workers),
+        lambda **workers: DataLoader(range(10), batch_size=3, sampler=StartsOver(), **workers),
+        lambda **workers: DataLoader(range(10), batch_sampler=StartsOverInBatches(), **workers),
+        lambda **workers: DataLoader(torch.arange(10), batch_size=None, sampler=StartsOverInBatches(), **workers),
+        lambda **workers: LoaderThatStartsOver(range(10), batch_size=3, **workers),
+        lambda **workers: LoaderThatStartsOver(StreamThatStartsOver(), batch_size=3, **workers),
+    ],
+)
+def test_what_starts_over_in_each_iter_is_read_once_a_pass(make: Callable[..., Any], num_workers: int) -> None:
+    def samples(loader: Any) -> list[int]:
+        # A limit, since a pass that starts over may have no end.
+        return [int(sample) for batch in islice(loader, 12) for sample in torch.atleast_1d(torch.as_tensor(batch))]
+
+    prepared = prepare_data_loader(make(num_workers=num_workers), num_processes=1, process_index=0)
+    assert [samples(prepared) for _ in range(2)] == [[*range(10)]] * 2
+
+    first = torch.atleast_1d(torch.as_tensor(next(iter(prepared)))).tolist()
+    resumed = prepare_data_loader(make(num_workers=num_workers), num_processes=1, process_index=0)
+    resumed.load_state_dict(prepared.state_dict())
+    assert first + samples(resumed) == [*range(10)]
+
+
+@pytest.mark.parametrize("limit", [{"limit_batches": 2}, {"overfit_batches": 2}])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_starts_over_is_limited(limit: dict[str, int], num_workers: int) -> None:
+    loader = train_loader(StreamThatStartsOver(), batch_size=3, num_workers=num_workers, shuffle=False, **limit)
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
+    assert [batch.tolist() for batch in islice(prepared, 12)] == [[0, 1, 2], [3, 4, 5]]

@@ -22,6 +22,7 @@ from trainer_lib.data_loader.order.epoch_start import (
     EpochStream,
     cloned,
     replaced_generators,
+    started,
 )
 from trainer_lib.data_loader.order.permutation import Positions
 from trainer_lib.data_loader.order.samplers import LowMemoryRandomSampler, SeedableRandomSampler
@@ -194,7 +195,7 @@ class Replay:
         self._scope, self._at_once = scope, at_once
         self._drawn: list[Any] = []
         with scope or nullcontext():
-            self._units = iter(source)
+            self._units = started(iter(source))
 
     def draw(self, count: int) -> list[Any]:
         """Return the next `count` units, or the rest if fewer are left."""

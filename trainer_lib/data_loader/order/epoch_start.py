@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -126,12 +126,12 @@ class EpochStream:
     def iterate(self, source: Any) -> None:
         """Make the iterator of a sampler, which may draw random numbers; `begin` returns the last one made."""
         with self:
-            self._iterator = iter(source)
+            self._iterator = started(iter(source))
 
     def begin(self, source: Any) -> Iterator[Any]:
         """Return the iterator of a sampler or dataset; its first unit is drawn at once."""
         with self:
-            iterator = iter(source) if self._iterator is None else self._iterator
+            iterator = started(iter(source)) if self._iterator is None else self._iterator
             first = list(islice(iterator, 1))
         self.separate()
         return chain(first, iterator)
@@ -144,6 +144,19 @@ class EpochStream:
         """Continue at the position in `state`."""
         self._later = RandomStream(0)
         self._later.load_state_dict(state)
+
+
+def started(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator over the rest of another one, of which only `next` is called, as torch does.
+
+    An object whose `__iter__` starts over and returns itself would start over in each `islice`, `chain` and `for`.
+
+    Example:
+        >>> samples = started(iter([1, 2, 3]))
+        >>> next(samples), list(samples)
+        (1, [2, 3])
+    """
+    return map(next, repeat(iterator))
 
 
 def generators_of(sampler: Any, outer: tuple[Any, ...] = ()) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_lib.data_loader.order.data_rng import GLOBAL_GENERATORS
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
-from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, unique
+from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, started, unique
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
@@ -333,7 +333,7 @@ class IterableReader(Reader):
         counts: deque[Any] = deque()
         get_iterator = type(self.loader)._get_iterator  # pyright: ignore[reportPrivateUsage]
         self.loader.__dict__["_get_iterator"] = lambda: Uncounted(get_iterator(self.loader), counts)
-        return _counted_again(iter(self.loader), counts)
+        return _counted_again(started(iter(self.loader)), counts)
 
     @property
     def _loader_keeps_place(self) -> bool:

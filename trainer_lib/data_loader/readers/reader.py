@@ -20,6 +20,7 @@ from trainer_lib.data_loader.order.epoch_start import (
     EpochStream,
     generators_kept,
     set_state,
+    started,
     state_of,
     unique,
 )
@@ -338,7 +339,7 @@ class Reader(ABC):
         self._worker_init.note_thread()
         iterator = iter(self.loader)
         self._read_by = ref(iterator) if hasattr(iterator, "_workers") else None  # weakly: its workers end with it
-        return iterator
+        return started(iterator) if self.iterates_itself else iterator
 
     def end_workers(self) -> None:
         """End the workers after an error."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
 from trainer_lib.data_loader.order.data_rng import RandomStream
-from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, set_state, state_of
+from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, set_state, started, state_of
 
 _DRAWS_PER_BOOKMARK = 16  # a state may cost as much as reading a batch, so not every batch has one
 _CHUNK = 1024  # samples skipped at once
@@ -95,7 +95,7 @@ class SampleStream:
         if isinstance(self._randomness, EpochStream):
             return self._randomness.begin(self._dataset)
         with self._scope:
-            return iter(self._dataset)
+            return started(iter(self._dataset))
 
     def opening(self) -> list[Any]:
         """Return the first samples of the pass, if they are available.
@@ -104,7 +104,7 @@ class SampleStream:
         datasets, the first samples after the bookmark take their place.
         """
         if self._entered_by_bookmark and is_pipeline(self._dataset):
-            return list(islice(iter(self._dataset), self._remembered))
+            return list(islice(started(iter(self._dataset)), self._remembered))
         return self._opening
 
     def bookmark_before(self, position: int) -> Bookmark | None:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed, positive_seed
 from trainer_lib.data_loader.order.epoch_order import iterates_as
+from trainer_lib.data_loader.order.epoch_start import started
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
 from trainer_lib.foundation.device_types import can_pin_memory
@@ -251,7 +252,7 @@ def _read_first_samples(dataset: Any, count: int, seed: int | None, option: str)
             "between them. Give a dataset that is not split, or use limit_train_batches."
         )
     with RandomStream(derived_seed(torch.initial_seed() if seed is None else positive_seed(seed), "opening")):
-        samples = list(islice(iter(dataset), count))
+        samples = list(islice(started(iter(dataset)), count))
     if not samples:
         raise ConfigurationError(f"{option} is empty: this {type(dataset).__name__} has no samples.")
     return samples

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer_lib.data_loader.order.epoch_order import iterates_as
+from trainer_lib.data_loader.order.epoch_start import started
 from trainer_lib.data_loader.prepared_loader import PreparedLoader
 from trainer_lib.data_loader.readers.reader import copied
 from trainer_lib.data_loader.readers.sample_stream import is_split_already
@@ -41,7 +42,7 @@ class LimitedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         rounds = self._rounds if worker is None else len(range(worker.id, self._rounds, worker.num_workers))
-        return islice(iter(self.dataset), rounds * self._round_size)
+        return islice(started(iter(self.dataset)), rounds * self._round_size)
 
     def __len__(self) -> int:
         return min(len(self.dataset), self._rounds * self._round_size)

@@ -14,6 +14,7 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from trainer_lib.data_loader.order.data_rng import RandomStream
 from trainer_lib.data_loader.order.epoch_order import iterates_as
+from trainer_lib.data_loader.order.epoch_start import started
 from trainer_lib.data_loader.order.permutation import Draws, Positions, Shuffle
 from trainer_lib.data_loader.order.samplers import SeedableRandomSampler
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
@@ -113,7 +114,7 @@ class LimitedSampler(Sampler[Any]):
         self.count = count
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.source), self.count)
+        return islice(started(iter(self.source)), self.count)
 
     def __len__(self) -> int:
         return min(len(self.source), self.count)  # type: ignore[arg-type]
