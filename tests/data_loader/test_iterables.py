@@ -490,3 +490,28 @@ def test_nobody_reads_for_all_what_is_split() -> None:
 
     results = run_world(refusal, (), 2, timeout=60)
     assert all("for all ranks, but this Split" in message for message in results)
+
+
+class CountedByItsLoader(IterableDataset[int]):
+    """A dataset with a state that only its library's own loader can ask for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(48))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        raise AssertionError((num_samples, from_beginning))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_needs_arguments_is_not_asked_for(num_workers: int) -> None:
+    def prepared() -> Any:
+        loader = DataLoader(CountedByItsLoader(), batch_size=2, num_workers=num_workers)
+        return prepare_data_loader(loader, num_processes=1, process_index=0)
+
+    saving, resumed = prepared(), prepared()
+    first = [batch.tolist() for batch in islice(saving, 20)]
+    resumed.load_state_dict(saving.state_dict())
+    assert flat([*first, *(batch.tolist() for batch in resumed)]) == [*range(48)]

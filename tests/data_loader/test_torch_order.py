@@ -700,6 +700,9 @@ def test_a_users_sampler_gets_the_epoch_before_it_is_iterated(kind: str, reseeds
         assert rows_of(resumed) == expected[epoch][first:]
 
 
+TEN: Any = torch.arange(10)
+
+
 class StartsOver:
     """Counts to ten in steps of `by`; each `iter` starts over, and `next` continues."""
 
@@ -742,10 +745,10 @@ class LoaderThatStartsOver(DataLoader[int]):
     [
         lambda **workers: DataLoader(StreamThatStartsOver(), batch_size=3, **workers),
         lambda **workers: DataLoader(StreamThatStartsOver(), batch_size=None, **workers),
-        lambda **workers: DataLoader(range(10), batch_size=3, sampler=StartsOver(), **workers),
-        lambda **workers: DataLoader(range(10), batch_sampler=StartsOverInBatches(), **workers),
-        lambda **workers: DataLoader(torch.arange(10), batch_size=None, sampler=StartsOverInBatches(), **workers),
-        lambda **workers: LoaderThatStartsOver(range(10), batch_size=3, **workers),
+        lambda **workers: DataLoader(TEN, batch_size=3, sampler=StartsOver(), **workers),
+        lambda **workers: DataLoader(TEN, batch_sampler=StartsOverInBatches(), **workers),
+        lambda **workers: DataLoader(TEN, batch_size=None, sampler=StartsOverInBatches(), **workers),
+        lambda **workers: LoaderThatStartsOver(TEN, batch_size=3, **workers),
         lambda **workers: LoaderThatStartsOver(StreamThatStartsOver(), batch_size=3, **workers),
     ],
 )
@@ -765,7 +768,22 @@ def test_what_starts_over_in_each_iter_is_read_once_a_pass(make: Callable[..., A
 
 @pytest.mark.parametrize("limit", [{"limit_batches": 2}, {"overfit_batches": 2}])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_starts_over_is_limited(limit: dict[str, int], num_workers: int) -> None:
+def test_what_starts_over_is_limited(limit: dict[str, Any], num_workers: int) -> None:
     loader = train_loader(StreamThatStartsOver(), batch_size=3, num_workers=num_workers, shuffle=False, **limit)
     prepared = prepare_data_loader(loader, num_processes=1, process_index=0)
     assert [batch.tolist() for batch in islice(prepared, 12)] == [[0, 1, 2], [3, 4, 5]]
+
+
+class Unsized(StartsOverInBatches):
+    def __len__(self) -> int:
+        raise ValueError("The number of batches follows from the sizes of graphs.")
+
+
+def test_batches_of_a_sampler_whose_length_raises_are_resumed() -> None:
+    def prepared() -> Any:
+        return prepare_data_loader(DataLoader(TEN, batch_sampler=Unsized()), num_processes=1, process_index=0)
+
+    saving, resumed = prepared(), prepared()
+    first = next(iter(saving))
+    resumed.load_state_dict(saving.state_dict())
+    assert [batch.tolist() for batch in (first, *resumed)] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]

@@ -12,5 +12,5 @@ def length_of(source: Any) -> int | None:
     """
     try:
         return len(source)
-    except (TypeError, NotImplementedError):  # samplers of torch and subclasses of datasets raise either
+    except (TypeError, NotImplementedError, ValueError):  # torch's raise the first two, those of PyG the last
         return None

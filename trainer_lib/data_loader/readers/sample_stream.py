@@ -1,5 +1,6 @@
 """One pass over an iterable dataset, with bookmarks to return to a position quickly."""
 
+import inspect
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -124,9 +125,23 @@ class SampleStream:
 
 def keeps_place(dataset: Any) -> bool:
     """Whether a dataset has a state that holds its exact position."""
-    if not (callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))):
+    if not (_takes(dataset, "state_dict") and _takes(dataset, "load_state_dict", None)):
         return False
     return all(type(step).__name__ != _FORGETFUL for step in _steps(dataset))
+
+
+def _takes(dataset: Any, name: str, *values: Any) -> bool:
+    """Whether a dataset has a method that can be called so; that of a few needs what only their own loader counts."""
+    method = getattr(dataset, name, None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*values)
+    except TypeError:
+        return False
+    except ValueError:  # not written in Python
+        return True
+    return True
 
 
 def is_pipeline(dataset: Any) -> bool:
