@@ -404,7 +404,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             start = EpochStart(own=self._states_between(place), seeds_workers=seeds_workers)
         position = {"epoch": place.epoch, "position": place.consumed, "seed": self._seed}
         order = {"low_memory_shuffle": self._reader.low_memory, "start": start.state_dict()}
-        samples = {"sample_generators": self._reader.sample_generator_states()}
+        samples = {"sample_generators": self._reader.sample_generators.states()}
         return {**position, **order, **samples, **self._reader.facts(), "bookmark": place.bookmark}
 
     @property
@@ -453,7 +453,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         # States without this entry are of orders that are computed from seed and epoch.
         self._reader.use_low_memory(state_dict.get("low_memory_shuffle", True))
         self._seed = state_dict["seed"]
-        self._reader.load_sample_generators(state_dict.get("sample_generators", []))
+        held, samples = self._reader.sample_generators, state_dict.get("sample_generators", {})
+        if isinstance(samples, list):  # earlier versions listed those of the dataset
+            samples = dict(zip(held.by_path(), samples, strict=False))
+        held.restore(samples)
         start, position = self._loaded_start(state_dict), state_dict["position"]
         if start is not None and not position:
             self._reader.continue_after(start)
@@ -464,7 +467,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if self._reader.low_memory:
             return None
         start = EpochStart.from_state_dict(state["start"])
-        is_older = "sample_generators" not in state  # of a dataset's generators it has only `generator`
+        is_older = not isinstance(state.get("sample_generators"), dict)  # it has not all generators of a dataset
         if is_older and self._reader.style == "iterable":
             start = replace(start, own=[*start.own, *self._reader.generator_states()[len(start.own) :]])
         saved, current = len(start.own), len(self._reader.generator_states())

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 
@@ -61,6 +62,14 @@ def function_name(function: Any) -> str:
     """Return what an error calls a function before its signature; nothing for a lambda."""
     name = getattr(function, "__name__", type(function).__name__)
     return "" if name == "<lambda>" else name
+
+
+def names_in(code: CodeType | None) -> set[str]:
+    """Return the names of attributes and global variables in a function's code, and in that of functions inside it."""
+    if code is None:
+        return set()
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*(names_in(part) for part in inner))
 
 
 def takes_targets_first(function: Any) -> bool:

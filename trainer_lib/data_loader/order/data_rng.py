@@ -22,6 +22,11 @@ def global_generator(name: str) -> Any:
     return {"torch": torch.default_generator, "python": random, "numpy": np.random}[name]
 
 
+def is_global(generator: Any) -> bool:
+    """Whether this is one of the `GLOBAL_GENERATORS`, or what draws for its module."""
+    return generator in (torch.default_generator, random.random.__self__, np.random.rand.__self__)
+
+
 @functools.cache
 def generator_types() -> tuple[type, ...]:
     """Return the types of generators that loaders and datasets may hold."""

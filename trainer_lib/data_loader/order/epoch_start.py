@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from trainer_lib.data_loader.order.data_rng import (
     GLOBAL_GENERATORS,
@@ -161,31 +161,12 @@ def started(iterator: Iterator[Any]) -> Iterator[Any]:
 
 def generators_of(sampler: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
     """Return the random generators that a sampler and the samplers inside it hold."""
-    return _generators_in(sampler, Sampler, outer)
-
-
-def generators_of_dataset(dataset: Any) -> list[Any]:
-    """Return the random generators that a dataset and the datasets inside it hold.
-
-    Example:
-        >>> from torch.utils.data import ConcatDataset, TensorDataset
-        >>> parts = [TensorDataset(torch.zeros(2)), TensorDataset(torch.ones(2))]
-        >>> parts[1].rng = random.Random(0)
-        >>> generators_of_dataset(ConcatDataset(parts)) == [parts[1].rng]
-        True
-    """
-    return unique(_generators_in(dataset, Dataset, ()))
-
-
-def _generators_in(holder: Any, kind: type, outer: tuple[Any, ...]) -> list[Any]:
     found: list[Any] = []
-    for attribute in cast("dict[str, Any]", getattr(holder, "__dict__", {})).values():
-        is_list = kind is Dataset and type(attribute) in (list, tuple)  # of datasets, such as those of ConcatDataset
-        for value in attribute if is_list and attribute and isinstance(attribute[0], kind) else (attribute,):
-            if isinstance(value, generator_types()):
-                found.append(value)
-            elif isinstance(value, kind) and not any(value is other for other in (*outer, holder)):
-                found += _generators_in(value, kind, (*outer, holder))
+    for value in cast("dict[str, Any]", getattr(sampler, "__dict__", {})).values():
+        if isinstance(value, generator_types()):
+            found.append(value)
+        elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
+            found += generators_of(value, (*outer, sampler))
     return found
 
 
@@ -215,16 +196,23 @@ def unique(generators: Iterable[Any]) -> list[Any]:
 
 def cloned(generator: Any, state: Any) -> Any:
     """Return another generator of the same kind, in a state."""
-    if isinstance(generator, torch.Generator):
-        clone: Any = torch.Generator()
-    elif isinstance(generator, np.random.Generator):
-        clone = np.random.Generator(type(generator.bit_generator)())
-    elif isinstance(generator, np.random.RandomState):
-        clone = np.random.RandomState(np.random.MT19937())
-    else:
-        clone = random.Random()
+    clone = generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
     set_state(clone, state)
     return clone
+
+
+def made_from(state: Any) -> Any:
+    """Return a new generator in a state that `state_of` returned."""
+    if isinstance(state, str):
+        made: Any = torch.Generator()
+    elif isinstance(state, list):
+        made = random.Random()
+    elif "has_gauss" in state:
+        made = np.random.RandomState()
+    else:
+        made = np.random.Generator(getattr(np.random, state["bit_generator"])())
+    set_state(made, state)
+    return made
 
 
 def state_of(generator: Any) -> Any:
@@ -236,6 +224,15 @@ def state_of(generator: Any) -> Any:
     if hasattr(generator, "getstate"):  # Python's
         return _plain(generator.getstate())
     return _plain(generator.get_state(legacy=False))
+
+
+def is_state_of(generator: Any, state: Any) -> bool:
+    """Whether `set_state` can set a generator to a state."""
+    return _kind(state_of(generator)) == _kind(state)
+
+
+def _kind(state: Any) -> tuple[Any, ...]:
+    return (*sorted(state), state["bit_generator"]) if isinstance(state, dict) else (type(state), len(state))
 
 
 def set_state(generator: Any, state: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
-from trainer_lib.data_loader.order.epoch_start import generators_of_dataset, reseed
+from trainer_lib.data_loader.order.epoch_start import reseed
+from trainer_lib.data_loader.order.held_generators import generators_of_dataset
 
 _64_BITS = (1 << 64) - 1
 
@@ -27,7 +28,7 @@ class SeededSamples:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._held = generators_of_dataset(dataset)
+        self._held: list[Any] | None = None
         # In a worker only samples draw from the generators; in the main process training does.
         self._stream = RandomStream(0)
 
@@ -52,11 +53,17 @@ class SeededSamples:
         seed, index = key
         mixed = _mixed(seed, index)
         _seed_generators(mixed)
+        if self._held is None:
+            self._held = generators_of_dataset(self.dataset)
         for number, generator in enumerate(self._held, 1):
             reseed(generator, (mixed + number) & _64_BITS)
         fetch: Any = getattr(self.dataset, "__getitems__", None)
         # As torch fetches it: some datasets read several samples faster.
         return self.dataset[index] if fetch is None or isinstance(index, list) else fetch([index])[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a spawned worker gets, which finds the generators of its own global variables."""
+        return {**vars(self), "_held": None}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the dataset inside."""

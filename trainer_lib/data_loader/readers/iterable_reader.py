@@ -11,7 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_lib.data_loader.order.data_rng import GLOBAL_GENERATORS
 from trainer_lib.data_loader.order.epoch_order import announce_epoch
-from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, started, unique
+from trainer_lib.data_loader.order.epoch_start import EpochStream, started, unique
+from trainer_lib.data_loader.order.held_generators import HeldGenerators, generators_of_dataset
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
@@ -144,8 +145,13 @@ class IterableReader(Reader):
 
     @property
     def order_generators(self) -> list[Any]:
-        """The generators that the dataset and datasets inside it hold when the loader is prepared."""
+        """The generators that the dataset holds when the loader is prepared."""
         return self._held
+
+    @property
+    def sample_generators(self) -> HeldGenerators:
+        """The generators that the collate function holds, without those of the dataset."""
+        return HeldGenerators({"collate_fn": self._replaced["collate_fn"]}, besides=self._held)
 
     @property
     def draws_from(self) -> tuple[str, ...]:

@@ -17,10 +17,10 @@ from trainer_lib.data_loader.order.epoch_start import (
     EpochStart,
     EpochStream,
     generators_of,
-    generators_of_dataset,
     set_state,
     state_of,
 )
+from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
@@ -64,7 +64,6 @@ class MapReader(Reader):
         self._quarantine: Quarantine | None = None
         self._use(shard)
         self.use_low_memory(low_memory)
-        self._held = generators_of_dataset(loader.dataset)
         self._samples = GuardedSamples(
             SeededSamples(loader.dataset) if seeds_samples else loader.dataset, seeds_samples
         )
@@ -121,8 +120,6 @@ class MapReader(Reader):
         # Workers draw other numbers on each rank, and after a resume.
         keys = place.consumed, self.rank
         stream = self._begin(place, seed, keys, as_torch=not any(keys))
-        if self._loaded_samples:
-            self._restore_sample_generators()
         if self._keys is not None:
             self._keys.enter(seed, place.epoch)
         if not self.iterates_itself:
@@ -150,12 +147,10 @@ class MapReader(Reader):
         return self._shard.order.draws_from
 
     @property
-    def sample_generators(self) -> list[Any]:
-        """The generators that the user's dataset holds and only samples draw from."""
-        if not self._held:
-            return []
-        of_order = {id(generator) for generator in self._generators}
-        return [generator for generator in self._held if id(generator) not in of_order]
+    def sample_generators(self) -> HeldGenerators:
+        """The generators that the dataset and the collate function hold, without those of the order."""
+        names = "dataset", "collate_fn"
+        return HeldGenerators({name: self._replaced[name] for name in names}, besides=self._generators)
 
     def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:
         return self._shard.order.open(start, stream, self.users_generator)

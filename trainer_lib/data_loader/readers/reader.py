@@ -6,8 +6,8 @@ Everything else of the loader is kept: its class, collate function, workers, pin
 import copy
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 from weakref import ref
 
@@ -24,6 +24,7 @@ from trainer_lib.data_loader.order.epoch_start import (
     state_of,
     unique,
 )
+from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_unread, draw_worker_seed
@@ -52,7 +53,6 @@ class Reader(ABC):
         self.rank = rank
         self._replaced: dict[str, Any] = {}
         self._read_by: ref[Any] | None = None
-        self._loaded_samples: list[Any] = []
         self._worker_seeds = WorkerSeeds()
         self.swap("generator", self._worker_seeds.generator)
         self._worker_init = WorkerInit(loader.worker_init_fn)
@@ -158,27 +158,15 @@ class Reader(ABC):
         """The global generators that the order may draw from, by name."""
 
     @property
-    def sample_generators(self) -> list[Any]:
-        """The generators that the user's dataset holds and only samples draw from, in this process."""
-        return []
+    @abstractmethod
+    def sample_generators(self) -> HeldGenerators:
+        """The generators that do not decide the order, and that samples and batches draw from in this process."""
 
-    def sample_generator_states(self) -> list[Any]:
-        """Return the states of the generators that only samples draw from."""
-        return self._loaded_samples or [state_of(generator) for generator in self.sample_generators]
-
-    def load_sample_generators(self, states: list[Any]) -> None:
-        """Start the next epoch with the dataset's own generators in these states."""
-        self._loaded_samples = states
-
-    def _restore_sample_generators(self) -> None:
-        states, self._loaded_samples = self._loaded_samples, []
-        if len(states) == len(self.sample_generators):  # otherwise it is another dataset, or draws in another way
-            for generator, state in zip(self.sample_generators, states, strict=True):
-                set_state(generator, state)
-
-    def generators_kept(self) -> AbstractContextManager[None]:
-        """Return a context after which the generators of the loader, its sampler and its dataset are as before."""
-        return generators_kept([*self._generators, *self.sample_generators])
+    @contextmanager
+    def generators_kept(self) -> Generator[None]:
+        """Restore the generators of the loader, its sampler, its dataset and its collate function after the block."""
+        with generators_kept(self._generators), self.sample_generators.kept():
+            yield
 
     @property
     def agrees_on_start(self) -> bool:

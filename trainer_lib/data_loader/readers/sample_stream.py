@@ -9,7 +9,8 @@ from typing import Any
 
 from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
 from trainer_lib.data_loader.order.data_rng import RandomStream
-from trainer_lib.data_loader.order.epoch_start import EpochStream, generators_of_dataset, set_state, started, state_of
+from trainer_lib.data_loader.order.epoch_start import EpochStream, set_state, started, state_of
+from trainer_lib.data_loader.order.held_generators import generators_of_dataset
 
 _DRAWS_PER_BOOKMARK = 16  # a state may cost as much as reading a batch, so not every batch has one
 _CHUNK = 1024  # samples skipped at once

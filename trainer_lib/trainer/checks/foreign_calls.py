@@ -5,7 +5,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from types import CodeType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
+from trainer_lib.foundation.signatures import names_in
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, MEMBERS, OVERRIDES, RENAMED
@@ -282,11 +282,4 @@ def _is_ours(cls: type) -> bool:
 def _is_called(name: str, members: Mapping[str, Any]) -> bool:
     """Whether another method of the subclass refers to this one."""
     methods = [inspect.unwrap(value) for other, value in members.items() if other != name and callable(value)]
-    return any(name in _names_in(getattr(method, "__code__", None)) for method in methods)
-
-
-def _names_in(code: CodeType | None) -> set[str]:
-    if code is None:
-        return set()
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    return set(code.co_names).union(*(_names_in(part) for part in inner))
+    return any(name in names_in(getattr(method, "__code__", None)) for method in methods)

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
-from trainer_lib.data_loader.order.epoch_start import generators_kept, generators_of_dataset, generators_of_loader
+from trainer_lib.data_loader.order.epoch_start import generators_kept, generators_of_loader
+from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.kept_state import attributes_kept
@@ -96,7 +97,7 @@ def sandbox(
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         stack.enter_context(preserved_generators(accelerator.device))
-        stack.enter_context(generators_kept(_generators(trainer)))
+        stack.enter_context(_data_generators_kept(trainer))
         defaults.prepare_models(trainer)
         stack.enter_context(_engine_kept(accelerator))
         stack.enter_context(_models_kept(trainer))
@@ -169,17 +170,21 @@ def _no_schedule(*arguments: Any, **named: Any) -> None:
 # -- the restored state ----------------------------------------------------------------------------------------------
 
 
-def _generators(trainer: TrainerInterface) -> list[Any]:
-    """Return the random generators that the trainer's datasets and loaders hold."""
+@contextmanager
+def _data_generators_kept(trainer: TrainerInterface) -> Generator[None]:
+    """Restore the random generators of the trainer's datasets, loaders and collate functions after the block."""
     data = [trainer.train_dataset, trainer.eval_dataset]
     named = [list(part.values()) if isinstance(part, Mapping) else [part] for part in data]
-    found: list[Any] = []
+    holders: list[Any] = [trainer.collate_fn]
+    of_loaders: list[Any] = []
     for part in chain.from_iterable(named):
         if isinstance(part, DataLoader):
-            found += [*generators_of_loader(part), *generators_of_dataset(part.dataset)]
+            of_loaders += generators_of_loader(part)
+            holders += [part.dataset, part.collate_fn]
         else:
-            found += generators_of_dataset(part)
-    return found
+            holders.append(part)
+    with generators_kept(of_loaders), HeldGenerators({"data": holders}).kept():
+        yield
 
 
 @contextmanager

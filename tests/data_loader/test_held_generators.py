@@ -1,0 +1,229 @@
+"""Random generators inside transforms, collate functions and what they call: their states are in a checkpoint."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
+
+from tests.worlds import run_world
+from trainer_lib import Accelerator
+from trainer_lib.data_loader import prepare_data_loader
+from trainer_lib.data_loader.order.held_generators import HeldGenerators
+
+SIZE = 12
+
+
+class Jitter:
+    """A transform that draws from a generator of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, sample: Any) -> float:
+        return float(sample + self.rng.random())
+
+
+class JitterOfClass:
+    rng = np.random.RandomState(4)
+
+    def __call__(self, sample: Any) -> float:
+        return float(sample + self.rng.random_sample())
+
+
+class Compose:
+    def __init__(self, *transforms: Callable[[Any], Any]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, sample: Any) -> Any:
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __iter__(self) -> Any:
+        return map(self.transform, range(SIZE))
+
+
+class LateMask:
+    """A collate function that makes its generator when it is first called."""
+
+    def __init__(self) -> None:
+        self.generator: torch.Generator | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(3)
+        return torch.tensor(samples) + torch.rand(len(samples), generator=self.generator)
+
+
+shift = Jitter(5)
+draws = random.Random(6)
+
+
+class ByGlobals(Dataset[Any]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return shift(index)
+
+
+def by_defaults(sample: Any, rng: Any = np.random.default_rng(7)) -> float:  # noqa: B008
+    return float(sample + rng.random())
+
+
+def collated_by_globals(samples: list[Any]) -> Any:
+    return [sample + draws.random() for sample in samples]
+
+
+def collated(samples: list[Any], rng: random.Random) -> Any:
+    return [sample + rng.random() for sample in samples]
+
+
+def around(rng: np.random.Generator) -> Callable[[Any], float]:
+    return lambda sample: float(sample + rng.random())
+
+
+def reset() -> None:
+    """Set the generators of this module and its classes to their first states, as in a new process."""
+    JitterOfClass.rng.seed(4)
+    shift.rng = np.random.default_rng(5)
+    draws.seed(6)
+    by_defaults.__defaults__ = (np.random.default_rng(7),)
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "transform": lambda: DataLoader(Transformed(Jitter()), 3, collate_fn=list),
+    "transforms in a list": lambda: DataLoader(Transformed(Compose(Jitter(1), Compose(Jitter(2)))), 3, collate_fn=list),
+    "transform in a part": lambda: DataLoader(ConcatDataset([Transformed(Jitter()), Transformed(int)]), 3),
+    "generator of a class": lambda: DataLoader(Transformed(JitterOfClass()), 3, collate_fn=list),
+    "global transform": lambda: DataLoader(ByGlobals(), 3, collate_fn=list),
+    "default": lambda: DataLoader(Transformed(by_defaults), 3, collate_fn=list),
+    "closure": lambda: DataLoader(Transformed(around(np.random.default_rng(8))), 3, collate_fn=list),
+    "method": lambda: DataLoader(Transformed(Jitter().__call__), 3, collate_fn=list),
+    "collate function": lambda: DataLoader(Transformed(int), 3, collate_fn=partial(collated, rng=random.Random(0))),
+    "collate function with globals": lambda: DataLoader(Transformed(int), 3, collate_fn=collated_by_globals),
+    "collate function with a late generator": lambda: DataLoader(Transformed(int), 3, collate_fn=LateMask()),
+    "stream": lambda: DataLoader(Streamed(Jitter()), 3, collate_fn=list),
+    "stream and collate function": lambda: DataLoader(Streamed(Jitter()), 3, collate_fn=LateMask()),
+}
+
+
+def passes(loader: Any) -> Any:
+    while True:
+        for batch in loader:
+            yield [float(sample) for sample in batch]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_resumed_loader_draws_the_same(kind: str, shuffle: bool) -> None:
+    def prepared() -> Any:
+        reset()
+        loader = LOADERS[kind]()
+        if shuffle and not isinstance(loader.dataset, IterableDataset):
+            own = torch.Generator().manual_seed(2)
+            loader = DataLoader(loader.dataset, 3, shuffle=True, generator=own, collate_fn=loader.collate_fn)
+        return prepare_data_loader(loader, num_processes=1)
+
+    for done in (0, 2, 4, 5):
+        run = passes(prepared())
+        plain = list(islice(run, 12))
+        assert len({number for batch in plain for number in batch}) > SIZE  # the numbers are random
+        saving = prepared()
+        run = passes(saving)
+        assert list(islice(run, done)) == plain[:done]
+        state = json.loads(json.dumps(saving.state_dict()))
+        resumed = prepared()
+        resumed.load_state_dict(state)
+        assert list(islice(passes(resumed), 12 - done)) == plain[done:]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_evaluation_leaves_them_as_they_were(kind: str) -> None:
+    reset()
+    loader: Any = prepare_data_loader(LOADERS[kind](), num_processes=1)
+    for _ in range(2):
+        with loader.generators_kept():
+            first = list(islice(passes(loader), 4))
+        assert list(islice(passes(loader), 4)) == first
+
+
+@pytest.mark.parametrize("kind", ["transform", "transforms in a list", "global transform", "closure", "default"])
+def test_they_are_seeded_before_each_sample(kind: str) -> None:
+    def drawn(num_workers: int) -> Any:
+        reset()
+        loader: Any = DataLoader(LOADERS[kind]().dataset, 3, collate_fn=list, num_workers=num_workers)
+        prepared = prepare_data_loader(loader, num_processes=1, data_seed=5, seed_each_sample=True)
+        return list(islice(passes(prepared), 8))
+
+    alone = drawn(0)
+    assert alone[:4] != alone[4:]
+    assert drawn(2) == alone
+
+
+def test_a_state_of_another_kind_is_left_out() -> None:
+    jitter = Jitter()
+    held = HeldGenerators({"dataset": Transformed(jitter)})
+    ((path, state),) = held.states().items()
+    assert path == "dataset.transform.rng"
+    before = jitter.rng.random()
+    held.restore({path: HeldGenerators({"": random.Random(0)}).states()[""], "dataset.transform.other": state})
+    assert jitter.rng.random() != before  # it went on
+    held.restore({path: state})
+    assert jitter.rng.random() == before
+
+
+def test_global_generators_are_not_among_them() -> None:
+    samples = Transformed(
+        Compose(random.uniform, np.random.normal, partial(torch.rand, generator=torch.default_generator))
+    )
+    assert HeldGenerators({"dataset": samples}).by_path() == {}
+
+
+def _ranks(folder: str) -> tuple[list[Any], list[Any]]:
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True)
+        rank = accelerator.process_index
+        loader = DataLoader(Transformed(Jitter(rank)), 2, collate_fn=LateMask())
+        return accelerator, accelerator.prepare(loader)
+
+    accelerator, loader = prepared()
+    run = passes(loader)
+    list(islice(run, 4))
+    accelerator.save_state(folder)
+    whole = list(islice(run, 5))
+    accelerator.free_memory()
+    accelerator, loader = prepared()
+    accelerator.load_state(folder)
+    return whole, list(islice(passes(loader), 5))
+
+
+def test_each_rank_has_its_own(tmp_path: Path) -> None:
+    ranks = run_world(_ranks, (str(tmp_path / "state"),), 2, timeout=100)
+    for whole, resumed in ranks:
+        assert resumed == whole
+    assert ranks[0] != ranks[1]

@@ -1,0 +1,202 @@
+"""The random generators that datasets, their transforms and collate functions hold.
+
+Each has a name: the path of attributes that leads to it, such as `dataset.transform.rng`.
+"""
+
+import functools
+import os
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer_lib.data_loader.order.data_rng import generator_types, is_global
+from trainer_lib.data_loader.order.epoch_start import is_state_of, made_from, set_state, state_of
+from trainer_lib.foundation.signatures import names_in
+
+_MOST_OBJECTS = 4096
+_LONGEST = 256  # longer containers hold data, not transforms
+_PLAIN = (bool, int, float, complex, str, bytes, type, types.ModuleType, torch.Tensor, np.ndarray, DataLoader)
+
+
+class Held(NamedTuple):
+    """A random generator, and the attribute or entry of an object that holds it."""
+
+    holder: Any
+    key: Any
+    generator: Any
+
+
+class HeldGenerators:
+    """The random generators that objects hold, also in the objects, containers and functions inside them.
+
+    Args:
+        roots: The objects, by name.
+        besides: The generators to leave out.
+
+    Example:
+        >>> import random
+        >>> from functools import partial
+        >>> collate = partial(map, random.Random(0).choice)
+        >>> [*HeldGenerators({"collate_fn": collate}).by_path()]
+        ['collate_fn.args[0].__self__']
+    """
+
+    def __init__(self, roots: Mapping[str, Any], besides: Iterable[Any] = ()) -> None:
+        self._roots = roots
+        self._besides = {id(generator) for generator in besides}
+
+    def by_path(self) -> dict[str, Held]:
+        """Return the generators that there are now, each once, by the shortest path to it."""
+        return self._walk()[0]
+
+    def generators(self) -> list[Any]:
+        """Return the generators that there are now."""
+        return [held.generator for held in self.by_path().values()]
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the generators by path, as numbers and texts."""
+        return {path: state_of(held.generator) for path, held in self.by_path().items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Set the generators to the states of their paths.
+
+        Where a path holds `None`, since its owner makes a generator when it first draws, it gets a generator. A state
+        whose path does not exist, or has a generator of another kind, belongs to other data and is left out.
+        """
+        found, empty = self._walk()
+        for path, state in states.items():
+            if path in found:
+                if is_state_of(found[path].generator, state):
+                    set_state(found[path].generator, state)
+            elif path in empty:
+                _put(*empty[path], made_from(state))
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Restore the generators after the block, and remove those that were made in it."""
+        found, empty = self._walk()
+        states = [(held.generator, state_of(held.generator)) for held in found.values()]
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                set_state(generator, state)
+            for path, held in self.by_path().items():
+                if path not in found and path in empty:
+                    _put(held.holder, held.key, None)
+
+    def _walk(self) -> tuple[dict[str, Held], dict[str, tuple[Any, Any]]]:
+        """Return the generators, and the attributes that are `None`, by path."""
+        found: dict[str, Held] = {}
+        empty: dict[str, tuple[Any, Any]] = {}
+        seen: dict[int, Any] = {}  # the objects too, so that no other one gets the address of one that ends
+        left = deque((name, None, name, root) for name, root in self._roots.items())
+        while left and len(seen) < _MOST_OBJECTS:
+            path, holder, key, value = left.popleft()
+            if value is None:
+                empty[path] = holder, key
+            elif not isinstance(value, _PLAIN) and id(value) not in seen:
+                seen[id(value)] = value
+                if isinstance(value, generator_types()):
+                    if not is_global(value) and id(value) not in self._besides:
+                        found[path] = Held(holder, key, value)
+                else:
+                    left.extend((path + step, value, key, part) for step, key, part in _parts(value))
+        return found, empty
+
+
+def generators_of_dataset(dataset: Any) -> list[Any]:
+    """Return the random generators that a dataset, its transforms and the datasets inside it hold.
+
+    Example:
+        >>> from torch.utils.data import ConcatDataset, TensorDataset
+        >>> parts = [TensorDataset(torch.zeros(2)), TensorDataset(torch.ones(2))]
+        >>> parts[1].rng = np.random.default_rng(0)
+        >>> generators_of_dataset(ConcatDataset(parts)) == [parts[1].rng]
+        True
+    """
+    return HeldGenerators({"dataset": dataset}).generators()
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the parts of an object: how its path continues, its attribute or entry, and the part."""
+    if isinstance(value, dict):
+        entries = cast("dict[Any, Any]", value)
+        if len(entries) <= _LONGEST:
+            yield from ((f"[{key!r}]", key, part) for key, part in entries.copy().items())
+    elif isinstance(value, (list, tuple)):
+        parts = cast("list[Any]", value)
+        if len(parts) <= _LONGEST or isinstance(parts[0], Dataset):  # such as those of ConcatDataset
+            yield from ((f"[{index}]", index, part) for index, part in enumerate(parts))
+    elif isinstance(value, functools.partial):
+        yield from ((f".{name}", name, getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        yield ".__self__", "__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from ((f".{name}", name, part) for name, part in _used_by(value))
+    else:
+        yield from ((f".{name}", name, part) for name, part in {**_of_class(type(value)), **_vars(value)}.items())
+        yield from ((f".{name}", name, part) for function in _methods(type(value)) for name, part in _globals(function))
+
+
+def _vars(value: Any) -> dict[str, Any]:
+    return dict(cast("dict[str, Any]", getattr(value, "__dict__", {})))
+
+
+@functools.cache
+def _of_class(kind: type) -> dict[str, Any]:
+    """Return the generators that are attributes of a class."""
+    found: dict[str, Any] = {}
+    for part in reversed(kind.__mro__):
+        found |= {name: value for name, value in vars(part).items() if isinstance(value, generator_types())}
+    return found
+
+
+@functools.cache
+def _methods(kind: type) -> list[types.FunctionType]:
+    members = [member for part in kind.__mro__ for member in vars(part).values()]
+    return [member for member in members if isinstance(member, types.FunctionType) and not _is_of_library(member)]
+
+
+def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the defaults of a function, and the variables outside that it uses."""
+    yield from zip(("__defaults__", "__kwdefaults__"), (function.__defaults__, function.__kwdefaults__), strict=True)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    if not _is_of_library(function):
+        yield from _globals(function)
+
+
+def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables of a function that are generators, or what it may call: transforms and functions."""
+    defined = function.__globals__
+    for name in sorted(names_in(function.__code__) & defined.keys()):
+        value = defined[name]
+        if isinstance(value, generator_types()) or (callable(value) and not isinstance(value, type)):
+            yield name, value
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+
+
+def _is_of_library(function: types.FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_libraries())
+
+
+def _put(holder: Any, key: Any, value: Any) -> None:
+    """Set an attribute or an entry, where that is possible."""
+    with suppress(AttributeError, TypeError):
+        if isinstance(holder, (dict, list)):
+            holder[key] = value
+        else:
+            setattr(holder, key, value)
