@@ -127,7 +127,7 @@ class Run:
         """Whether the evaluation under way skips a set that the metric is computed on, so that it has no value."""
         return not all(self.eval_sets[name] for name in sets_of_metric(metric, self.eval_sets))
 
-    def log(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
+    def log(self, name: str, value: float | Tensor, weight: float | Tensor | None = None) -> None:
         """Add a value to the mean that the next log shows, as `Trainer.log` does."""
         self.trainer.log(name, value, weight)
 

@@ -1,5 +1,6 @@
 """Default implementations of the methods that a `Trainer`'s subclass can override."""
 
+import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -243,13 +244,17 @@ def evaluation_output(
     trainer: TrainerInterface, model: Any, batch: Any, keeps_outputs: bool = True
 ) -> EvaluationOutput:
     """Return loss, predictions and labels of a batch; predictions that are not kept are freed, or never converted."""
-    if trainer.args.predict_with_generate:
-        return _generated(trainer, model, batch)
+    with trainer.parts.means.apart(batch) as logged:
+        generates = trainer.args.predict_with_generate
+        output = _generated(trainer, model, batch) if generates else _output(trainer, model, batch, keeps_outputs)
+    return dataclasses.replace(output, logged=logged) if logged else output
+
+
+def _output(trainer: TrainerInterface, model: Any, batch: Any, keeps_outputs: bool) -> EvaluationOutput:
     labels = targets_of(batch, trainer.args.label_names)
     loss = trainer.parts.loss
     if loss.is_overridden:
-        with trainer.parts.means.left_out():  # what it logs are means over training batches
-            value = trainer.compute_loss(model, batch)
+        value = trainer.compute_loss(model, batch)
     else:
         outputs, value = loss.evaluate(model, batch, keeps_outputs)
         if value is None:  # nothing to compare with
@@ -258,6 +263,7 @@ def evaluation_output(
             )
     result = loss.as_result(value, batch)
     weight = 0.0 if result.weight is None else result.weight
+    trainer.parts.means.add_all(result.logs, weight)
     return EvaluationOutput(
         loss_sum=result.loss,
         weight=weight,
@@ -273,9 +279,10 @@ def _generated(trainer: TrainerInterface, model: Any, batch: Any) -> EvaluationO
     bare = trainer.accelerator.unwrap_model(model)
 
     def loss_of(_: Any, named: Any) -> tuple[Tensor, Weight]:
-        with trainer.parts.means.left_out():
-            result = trainer.parts.loss.as_result(trainer.compute_loss(model, named), named)
-        return result.loss, 0.0 if result.weight is None else result.weight
+        result = trainer.parts.loss.as_result(trainer.compute_loss(model, named), named)
+        weight = 0.0 if result.weight is None else result.weight
+        trainer.parts.means.add_all(result.logs, weight)
+        return result.loss, weight
 
     return generate_step(
         bare,

@@ -286,11 +286,18 @@ class Trainer(ToolMethods, PublishMethods):
         return eval_calls.predict(self, dataset, to, prefix, generation_kwargs)
 
     @explains_form
-    def log(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
+    def log(self, name: str, value: float | Tensor, weight: Weight | None = None) -> None:
         """Log a value: the next log shows its weighted mean over batches, steps and ranks.
 
         Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
-        What `compute_loss` logs while it evaluates or predicts does not count.
+        In an evaluation or prediction, what `evaluation_step` and `compute_loss` log becomes a metric, `eval_name`: the
+        mean over all batches of the set.
+
+        Args:
+            name: The name.
+            value: A number, or a tensor of one.
+            weight: How often the value counts: the number of items that it is the mean of. By default once, and in an
+                evaluation once for each sample of the batch.
         """
         if name == "loss" and not self.parts.loss.has_own_step:
             raise ConfigurationError(

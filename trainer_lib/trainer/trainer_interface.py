@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import nn
@@ -173,8 +173,9 @@ def evaluator_of(trainer: TrainerInterface) -> "Evaluator":
         return Evaluator(trainer.accelerator, trainer.events, trainer.evaluation_step, of_loss)
 
     def step(model: Any, batch: Any) -> EvaluationOutput:
-        with trainer.parts.means.of_evaluation():
-            return trainer.evaluation_step(model, batch)
+        with trainer.parts.means.apart(batch) as logged:
+            output = trainer.evaluation_step(model, batch)
+        return replace(output, logged=logged) if logged else output
 
     return Evaluator(trainer.accelerator, trainer.events, step)
 

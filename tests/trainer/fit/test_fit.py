@@ -18,10 +18,11 @@ from torch.utils.data import IterableDataset
 from tests.trainer.tasks import Recorder, arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, Trainer
-from trainer_lib.callbacks import LambdaCallback
+from trainer_lib.callbacks import EarlyStopping, LambdaCallback
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import SignatureError
+from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -242,31 +243,72 @@ class LogsInputs(Trainer):
         return super().compute_loss(model, batch)
 
 
-def test_what_a_loss_logs_in_an_evaluation_is_not_averaged_with_training() -> None:
+def test_what_a_loss_logs_in_an_evaluation_is_a_metric_of_it() -> None:
     trainer = LogsInputs.on_ones()
-    logs = [entry for entry in trainer.fit().history if "eval_loss" not in entry]
+    history = trainer.fit().history
+    logs = [entry for entry in history if "eval_loss" not in entry]
     assert [entry["input"] for entry in logs] == [1.0] * len(logs)
     assert all("loss" in entry for entry in logs)  # no log of an evaluation's values alone follows the last step
-    trainer.predict(trainer.eval_dataset)
+    assert {entry["eval_input"] for entry in history if "eval_loss" in entry} == {1000.0}
+    assert trainer.predict(trainer.eval_dataset).metrics["predict_input"] == 1000.0
     assert not trainer.parts.means.collect()
 
 
-class LogsRows(LogsInputs):
-    name = "row"
+class LogsParts(Trainer):
+    """Logs in all ways, with batches of different sizes."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        inputs, _ = batch
+        self.log("by_row", inputs.mean())
+        self.log("by_weight", inputs.mean(), weight=len(inputs) ** 2)
+        result: Any = super().compute_loss(model, batch)
+        return result._replace(logs={"by_loss": inputs.max()})
 
     def evaluation_step(self, model: Any, batch: Any) -> Any:
-        self.log(self.name, batch[0].mean(), weight=len(batch[0]))
-        return super().evaluation_step(model, batch)
+        output = super().evaluation_step(model, batch)
+        self.log("by_row", 2.0)
+        self.log("f1", 0.5)
+        return EvaluationOutput(output.loss_sum, output.weight)
 
 
-def test_what_an_evaluation_step_logs_is_not_averaged_with_training() -> None:
-    trainer = LogsRows.on_ones()
-    logs = [entry for entry in trainer.fit().history if "eval_loss" not in entry]
-    assert {entry["row"] for entry in logs if "row" in entry} == {1000.0}
-    assert {entry["input"] for entry in logs if "input" in entry} == {1.0}
-    trainer.name = "input"
-    with pytest.raises(ConfigurationError, match=r"log\('input', …\) is called in evaluation_step and in training"):
-        trainer.evaluate()
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_an_evaluation_logs_is_averaged_over_samples(processes: int) -> None:
+    inputs, targets = points(37)
+
+    def body() -> dict[str, float]:
+        args = arguments(per_device_eval_batch_size=16 // processes)
+        loss = torch.nn.functional.cross_entropy
+        return LogsParts(network(), args, eval_dataset=(inputs, targets), loss_fn=loss).evaluate()
+
+    batches = [inputs[:16], inputs[16:32], inputs[32:]] if processes == 1 else list(inputs.split(8))
+    sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.float64)
+    means = torch.stack([batch.mean() for batch in batches]).double()
+    largest = torch.stack([batch.max() for batch in batches]).double()
+    for metrics in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
+        assert metrics["eval_by_row"] == pytest.approx((float(inputs.mean()) + 2.0) / 2, rel=1e-6)
+        assert metrics["eval_by_weight"] == pytest.approx(float((means * sizes**2).sum() / (sizes**2).sum()), rel=1e-6)
+        assert metrics["eval_by_loss"] == pytest.approx(float((largest * sizes).sum() / 37), rel=1e-6)
+        assert metrics["eval_f1"] == 0.5
+
+
+def test_what_an_evaluation_logs_can_be_monitored() -> None:
+    class Rising(LogsInputs):
+        def evaluation_step(self, model: Any, batch: Any) -> Any:
+            self.log("step", float(self.run.state.step))
+            return super().evaluation_step(model, batch)
+
+    stopping = EarlyStopping("eval_step", patience=2, greater_is_better=False)
+    trainer = Rising.on_ones()
+    trainer.events.add(stopping)
+    assert trainer.fit().state.step == 3  # the lowest value is the first
+
+    class Silent(Trainer):
+        def compute_loss(self, model: Any, batch: Any) -> Any:
+            return super().compute_loss(model, batch)
+
+    silent = Silent(network(), arguments(), train_dataset=points(8), eval_dataset=points(8), callbacks=[stopping])
+    with pytest.raises(ConfigurationError, match="'eval_step'\\) is not a metric of the evaluations"):
+        silent.fit()
 
 
 def test_intervals_of_epochs_and_samples() -> None:

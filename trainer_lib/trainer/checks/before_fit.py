@@ -17,7 +17,7 @@ from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, did_you_mean
 from trainer_lib.foundation.lengths import length_of
-from trainer_lib.foundation.signatures import cannot_take
+from trainer_lib.foundation.signatures import cannot_take, names_in
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import quantized_beside_trained
 from trainer_lib.trainer import defaults
@@ -388,7 +388,7 @@ def _metric_names(trainer: TrainerInterface) -> tuple[list[str], list[str]]:
         ]
         # A callback may add metrics.
         foreign = any(overrides(callback, "on_evaluate_end") and _is_foreign(callback) for callback in trainer.events)
-        if measures.compute is not None or foreign:
+        if measures.compute is not None or foreign or _may_log(type(trainer)):
             stems.append(f"{stem}_")
     sets = list(named_sets(trainer, trainer.eval_dataset))
     if len(sets) > 1:
@@ -407,6 +407,15 @@ def _may_be_several(metric: Metric) -> bool:
     from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, ObjectMetric
 
     return isinstance(metric, (ObjectMetric, ModuleMetric)) or _is_foreign(metric)
+
+
+def _may_log(kind: type) -> bool:
+    """Whether the methods of a subclass may log values in evaluations, which become metrics."""
+    if not (is_overridden(kind, "compute_loss") or is_overridden(kind, "evaluation_step")):
+        return False
+    own = [part for part in kind.__mro__ if not part.__module__.startswith("trainer_lib.")]
+    codes = [getattr(member, "__code__", None) for part in own for member in vars(part).values()]
+    return any(names_in(code) & {"log", "LossResult"} for code in codes)
 
 
 def _is_foreign(thing: Any) -> bool:

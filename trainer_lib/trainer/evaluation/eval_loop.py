@@ -28,6 +28,7 @@ from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupte
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import MANIFEST, check_free
 from trainer_lib.trainer.evaluation.prediction_results import Collector, ComputedMetrics, Predictions, Writer, computed
+from trainer_lib.trainer.metrics.logged_means import LoggedMeans
 from trainer_lib.trainer.metrics.metric_spec import computed_metrics
 from trainer_lib.trainer.metrics.running_metrics import mean_loss
 
@@ -124,8 +125,9 @@ class Evaluator:
                     _set_label(name),
                     needs_predictions=len(measured[name]) > 1,  # more than the loss
                 )
-                values = self._measure(name, outputs, measured[name], eval_set.order)
-                of_set = _prefixed(prefix, name, zip(measured[name], values, strict=True))
+                with_logged = [*measured[name], LoggedMeans()]
+                values = self._measure(name, outputs, with_logged, eval_set.order)
+                of_set = _prefixed(prefix, name, zip(with_logged, values, strict=True))
                 if (bad := eval_set.loader.quarantine) is not None:
                     bad.sync_across_ranks()
                     of_set["_".join(part for part in (prefix, name, "left_out") if part)] = len(bad.agreed)
@@ -167,7 +169,7 @@ class Evaluator:
             ConfigurationError: If the set is empty, or the folder is not.
         """
         collector = Collector("predictions") if to is None else Writer(to)
-        metrics: list[Metric] = [collector, *([mean_loss()] if has_labels else [])]
+        metrics: list[Metric] = [collector, *([mean_loss(), LoggedMeans()] if has_labels else [])]
         if to is not None:
             self._on_main_process(f"Predictions in {to}", lambda: check_free(to))
         averaged = self._dispatcher.eval_weights(run)

@@ -27,6 +27,7 @@ class EvaluationOutput:
         labels: In the same form as predictions; `None` if there are none.
         padding: What the rows of `predictions` are padded with, where batches have rows of different sizes.
         ignored_label: The label that built-in metrics leave out.
+        logged: Sums and weights by name of what the step logged, which become metrics. The trainer fills it in.
     """
 
     loss_sum: Tensor | None = None
@@ -35,6 +36,7 @@ class EvaluationOutput:
     labels: Any = None
     padding: int = IGNORE_INDEX
     ignored_label: int = IGNORE_INDEX
+    logged: Mapping[str, tuple[float | Tensor, float | Tensor]] | None = None
 
 
 class Metric(ABC):

@@ -54,8 +54,7 @@ class PipelineWindow:
         if not losses:
             return None
         for loss in losses:
-            for name, value in (loss.facts or {}).items():
-                self._context.means.add(name, value, loss.weight)
+            self._context.means.add_all(loss.facts, loss.weight)
         first, *others = losses
         return LossResult(
             sum((other.loss for other in others), start=first.loss),

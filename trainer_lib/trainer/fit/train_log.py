@@ -47,8 +47,7 @@ class TrainLog:
         run.weight = weight  # type: ignore[assignment]  # it has one by now
         means.add_sum("loss", loss, run.weight)
         if result.logs is not None:
-            for name, value in result.logs.items():
-                means.add(name, value, run.weight)
+            means.add_all(result.logs, run.weight)
         run.outputs = result.outputs
 
     def log(self) -> None:

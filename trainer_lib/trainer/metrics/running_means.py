@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.kept_state import attributes_kept
+from trainer_lib.trainer.data.batch_rows import count_rows
 
 if TYPE_CHECKING:
     from trainer_lib.process_group import ProcessGroup
@@ -46,17 +46,18 @@ class RunningMeans:
         self._dtype = sum_dtype(device)
         self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
-        self._is_of_evaluation: bool | None = False  # of what is added now; None: it is forgotten
-        self._origins: dict[str, bool] = {}  # whether a name is logged in evaluations
+        self._batch: Any = None  # the batch of an evaluation whose values are collected apart
         self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
         self.items = 0.0  # what the loss counted, when the sums were last put together
 
-    def add(self, name: str, value: float | Tensor, weight: Weight = 1.0) -> None:
-        """Add a value, which counts `weight` times.
+    def add(self, name: str, value: float | Tensor, weight: Weight | None = None) -> None:
+        """Add a value, which counts `weight` times: by default once, or in an evaluation once for each row.
 
         Raises:
             ConfigurationError: If it is not one number.
         """
+        if weight is None:
+            weight = 1.0 if self._batch is None else count_rows(self._batch) or 1.0
         if not isinstance(name, str) or not isinstance(weight, (int, float, Tensor)):  # pyright: ignore[reportUnnecessaryIsInstance]
             from trainer_lib.trainer.checks.foreign_calls import FORMS
 
@@ -76,12 +77,12 @@ class RunningMeans:
             raise ConfigurationError(
                 f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.{_OTHERS}"
             )
-        if (origin := self._is_of_evaluation) is not None and self._origins.setdefault(name, origin) is not origin:
-            raise ConfigurationError(
-                f"log({name!r}, …) is called in evaluation_step and in training, and one mean would hold both. Give it "
-                f"another name in evaluation_step, such as 'eval_{name}', or measure it by Trainer(metrics=…)."
-            )
         self.add_sum(name, value * weight, weight)
+
+    def add_all(self, values: Mapping[str, float | Tensor] | None, weight: Weight) -> None:
+        """Add the `logs` of a `LossResult`."""
+        for name, value in (values or {}).items():
+            self.add(name, value, weight)
 
     def add_sum(self, name: str, total: float | Tensor, weight: Weight) -> None:
         """Add a sum over `weight` items, detached."""
@@ -106,22 +107,21 @@ class RunningMeans:
         self._sums, self._weights = mark
 
     @contextmanager
-    def left_out(self) -> Generator[None]:
-        """Return a context whose values are forgotten."""
+    def apart(self, batch: Any) -> Generator[dict[str, tuple[float | Tensor, Weight]]]:
+        """Collect apart what an evaluation adds for a batch: sums and weights by name, after the outermost block."""
+        added: dict[str, tuple[float | Tensor, Weight]] = {}
+        if self._batch is not None:
+            yield added
+            return
         mark = self.mark()
+        self.clear()
+        self._batch = batch
         try:
-            with attributes_kept([self], ["_is_of_evaluation"]):
-                self._is_of_evaluation = None
-                yield
+            yield added
+            added |= {name: (total, self._weights[name]) for name, total in self._sums.items()}
         finally:
+            self._batch = None
             self.go_back(mark)
-
-    @contextmanager
-    def of_evaluation(self) -> Generator[None]:
-        """Return a context whose values may not have the names of those of training."""
-        with attributes_kept([self], ["_is_of_evaluation"]):
-            self._is_of_evaluation = True
-            yield
 
     def collect(self) -> dict[str, float]:
         """Return the means over all ranks, and clear them. All ranks have to call it."""

@@ -165,8 +165,7 @@ class MicroBatching:
             result = self._computed(model, taken)
             if not taken.weighs_nothing:
                 self._context.means.add_sum("loss", result.loss.detach(), result.weight or 0.0)
-                for name, value in (result.logs or {}).items():
-                    self._context.means.add(name, value, result.weight or 0.0)
+                self._context.means.add_all(result.logs, result.weight or 0.0)
         return self._computed(model, last)
 
     def _undo(self) -> None:
