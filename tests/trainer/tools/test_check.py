@@ -55,7 +55,7 @@ class CountsInSecret(nn.Module):
 
 
 class Noise:
-    """A transform that goes on reading numbers."""
+    """A transform that continues to read numbers."""
 
     def __init__(self) -> None:
         self.numbers = iter(np.random.default_rng(0).random(1000).tolist())
