@@ -195,6 +195,9 @@ def test_a_state_of_another_kind_is_left_out() -> None:
     assert jitter.rng.random() != before  # it went on
     held.restore({path: state})
     assert jitter.rng.random() == before
+    jitter.rng = np.random.Generator(np.random.SFC64(0))
+    held.restore({path: state})
+    assert jitter.rng.random() == np.random.Generator(np.random.SFC64(0)).random()
 
 
 def test_global_generators_are_not_among_them() -> None:

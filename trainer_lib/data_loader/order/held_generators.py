@@ -8,7 +8,7 @@ import os
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +38,6 @@ class HeldGenerators:
 
     Args:
         roots: The objects, by name.
-        besides: The generators to leave out.
 
     Example:
         >>> import random
@@ -48,9 +47,8 @@ class HeldGenerators:
         ['collate_fn.args[0].__self__']
     """
 
-    def __init__(self, roots: Mapping[str, Any], besides: Iterable[Any] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = roots
-        self._besides = {id(generator) for generator in besides}
 
     def by_path(self) -> dict[str, Held]:
         """Return the generators that there are now, each once, by the shortest path to it."""
@@ -105,7 +103,7 @@ class HeldGenerators:
             elif not isinstance(value, _PLAIN) and id(value) not in seen:
                 seen[id(value)] = value
                 if isinstance(value, generator_types()):
-                    if not is_global(value) and id(value) not in self._besides:
+                    if not is_global(value):
                         found[path] = Held(holder, key, value)
                 else:
                     left.extend((path + step, value, key, part) for step, key, part in _parts(value))

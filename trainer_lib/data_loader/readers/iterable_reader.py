@@ -150,8 +150,8 @@ class IterableReader(Reader):
 
     @property
     def sample_generators(self) -> HeldGenerators:
-        """The generators that the collate function holds, without those of the dataset."""
-        return HeldGenerators({"collate_fn": self._replaced["collate_fn"]}, besides=self._held)
+        """The generators that the collate function holds."""
+        return HeldGenerators({"collate_fn": self._replaced["collate_fn"]})
 
     @property
     def draws_from(self) -> tuple[str, ...]:

@@ -148,9 +148,8 @@ class MapReader(Reader):
 
     @property
     def sample_generators(self) -> HeldGenerators:
-        """The generators that the dataset and the collate function hold, without those of the order."""
-        names = "dataset", "collate_fn"
-        return HeldGenerators({name: self._replaced[name] for name in names}, besides=self._generators)
+        """The generators that the dataset and the collate function hold."""
+        return HeldGenerators({name: self._replaced[name] for name in ("dataset", "collate_fn")})
 
     def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:
         return self._shard.order.open(start, stream, self.users_generator)

@@ -160,7 +160,7 @@ class Reader(ABC):
     @property
     @abstractmethod
     def sample_generators(self) -> HeldGenerators:
-        """The generators that do not decide the order, and that samples and batches draw from in this process."""
+        """The generators that samples and batches draw from in this process."""
 
     @contextmanager
     def generators_kept(self) -> Generator[None]:
