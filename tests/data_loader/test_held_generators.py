@@ -201,9 +201,9 @@ def test_a_state_of_another_kind_is_left_out() -> None:
 
 
 def test_global_generators_are_not_among_them() -> None:
-    samples = Transformed(
-        Compose(random.uniform, np.random.normal, partial(torch.rand, generator=torch.default_generator))
-    )
+    in_torch = partial(torch.rand, generator=torch.default_generator)
+    drawing: list[Any] = [random.uniform, np.random.normal, in_torch]
+    samples = Transformed(Compose(*drawing))
     assert HeldGenerators({"dataset": samples}).by_path() == {}
 
 

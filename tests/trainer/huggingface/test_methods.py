@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.trainer.evaluation.test_generation import PROMPTS, Rows, batch_of, causal
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, Trainer
+from trainer_lib import ConfigurationError, LossResult, Trainer
 from trainer_lib.foundation.errors import SignatureError
 
 
@@ -71,6 +71,18 @@ def test_generation_takes_options_of_the_call() -> None:
     model_trainer.compute_metrics = lambda prediction: sizes.append(prediction.predictions.shape[1]) or {}
     model_trainer.evaluate(max_new_tokens=1)
     assert sizes == [1]
+
+
+class LogsLabels(Trainer):
+    def compute_loss(self, model: Any, batch: Any) -> LossResult:
+        self.log("rows", len(batch["labels"]))
+        return LossResult(batch["labels"].float().sum(), weight=2.0, logs={"two": 2.0})
+
+
+def test_what_a_loss_logs_beside_generation_is_a_metric() -> None:
+    args = arguments(predict_with_generate=True, generation_kwargs={"max_new_tokens": 1}, per_device_eval_batch_size=9)
+    metrics = LogsLabels(causal(), args, collate_fn=batch_of, eval_dataset=Rows()).evaluate()
+    assert (metrics["eval_rows"], metrics["eval_two"]) == (len(PROMPTS), 2.0)
 
 
 def test_elsewhere_they_are_refused() -> None:
