@@ -187,7 +187,12 @@ def test_what_a_file_may_hold(text: str, values: dict[str, Any]) -> None:
             "fsdp_config:\nfsdp_backward_prefetch_policy: BACKWARD_PRE",
             "c.yaml, line 2: `fsdp_backward_prefetch_policy` belongs to `fsdp_config`: write it below that line",
         ),
-        ("ipex_config: {ipex: true}", "`ipex_config` is not a known key."),
+        (
+            "ipex_config: {ipex: true}",
+            "`ipex_config` is not a known key. This version does not use IPEX: leave it out.",
+        ),
+        ("use_mps_device: true", "`use_mps_device` is not a known key. MPS is used where it is there: leave it out."),
+        ("machine_rank: 'auto'", "`machine_rank` must be a whole number of at least 0 (got 'auto')."),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line_and_the_correction(text: str, message: str) -> None:

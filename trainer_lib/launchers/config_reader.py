@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.launchers.launch_options import NOT_NEEDED, SETTINGS
 from trainer_lib.launchers.setting import (
     COUNT,
     COUNT_OR_ZERO,
@@ -200,10 +200,11 @@ class _Reader:
             self._problem(node, f"`{key}` must be {kind.allowed} (got {_kind(node)}).")
             return None
         text = str(node.value)
-        if kind in _NUMBERS and node.style in ("'", '"'):
+        value = self._checked(key, kind, text, node)
+        if value is not None and kind in _NUMBERS and node.style in ("'", '"'):
             self._problem(node, f"`{key}` must be {kind.allowed} (got the text {text!r}). Write {text} without quotes.")
             return None
-        return self._checked(key, kind, text, node)
+        return value
 
     def _checked(self, key: str, kind: Kind, text: str, node: yaml.Node) -> Any:
         try:
@@ -228,7 +229,9 @@ class _Reader:
 
     def _unknown(self, key: str, node: yaml.Node, known: list[str], where: str = "") -> None:
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-        fix = f"The nearest one is `{nearest[0]}`: write that, or remove the line."
+        fix = NOT_NEEDED.get(key.removesuffix("_config")) or (
+            f"The nearest one is `{nearest[0]}`: write that, or remove the line."
+        )
         self._problem(node, f"`{key}` is not a known key{where}. {fix}")
 
     def _problem(self, node: yaml.Node, message: str) -> None:

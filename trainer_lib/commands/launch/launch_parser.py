@@ -9,7 +9,7 @@ from typing import Any
 from trainer_lib.commands.subcommands import Parser
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
 from trainer_lib.foundation.missing_features import refusal
-from trainer_lib.launchers.launch_options import GROUPS, MISSING_GROUPS, SETTINGS
+from trainer_lib.launchers.launch_options import GROUPS, MISSING_GROUPS, NOT_NEEDED, SETTINGS
 from trainer_lib.launchers.setting import Setting
 
 _USAGE = "trainer-lib launch [options] SCRIPT [options of the script]"
@@ -33,14 +33,12 @@ _WIDTH, _COLUMN = 120, 50
 
 # Options of other launchers, and their equivalents.
 _ELSEWHERE = {
+    **NOT_NEEDED,
     "include": "Give --gpu_ids 0,1.",
-    "ipex": "This version does not use IPEX: leave it out.",
     "local_addr": "Give --main_process_ip ADDRESS, the address of machine 0.",
     "max_restart": "Give --max_restarts N.",
     "redirects": "Give --tee, which writes to files and to the terminal.",
     "start_method": "Processes run a script: leave it out.",
-    "use_mps_device": "MPS is used where it is there: leave it out.",
-    "use_xpu": "XPUs are used where they are there: leave it out.",
 }
 _BY_NAME = {name: setting for setting in SETTINGS.values() for name in (setting.name, *setting.aliases)}
 _BY_SHORT_NAME = {setting.short: setting for setting in SETTINGS.values() if setting.short}
