@@ -25,7 +25,8 @@ _OPTION_OF_WORLD = {
     "XLA": "tpu",
 }
 _MULTI_GPU = "multi_gpu"  # that of all others
-_WORLDS = (_MULTI_GPU, "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+_TPU = "tpu"  # also the group of settings that count on TPUs alone
+_WORLDS = (_MULTI_GPU, _TPU, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 # Parts of a file that count only if `distributed_type` asks for what is refused, and what is for SageMaker alone.
 _IDLE_SECTIONS = ("additional_args",)
 # Sections that count with their engine alone.
@@ -101,9 +102,9 @@ class LaunchValues:
             self.sagemaker = values  # its world is SageMaker's
         else:
             self._take_world(values, file, given)
-            for engine in _OF_ENGINES:
-                if given.get(engine):
-                    self.set(engine, True, str(file))
+            for world in (*_OF_ENGINES, _TPU):
+                if given.get(world):
+                    self.set(world, True, str(file))
         self._take_entries(values, str(file))
 
     def _take_entries(self, values: Mapping[str, Any], source: str) -> None:
@@ -129,7 +130,7 @@ class LaunchValues:
         if setting.missing is None:
             if not (name == "cpu" and self[name]):  # a file of MULTI_CPU may say `use_cpu: false`
                 self.set(name, value, source)
-        elif value != setting.default:
+        elif value != setting.default and (setting.group != _TPU or self[_TPU]):
             raise refusal(f"`{name}: {value}` in {source}", setting.missing)
 
     def _take_variables(self) -> None:
