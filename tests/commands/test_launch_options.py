@@ -354,6 +354,14 @@ def test_what_a_file_asks_for(
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
         ("distributed_type: XLA\ndowncast_bf16: 'yes'", "`downcast_bf16: True` in {} needs torch_xla's former casts"),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
+        (
+            "machine_rank: 0\nrdzv_backend: static\nmpirun_config: {mpirun_hostfile: hosts}",
+            "The hostfile 'hosts' is not there.",
+        ),
+        (
+            "rdzv_backend: c10d\nmpirun_config: {mpirun_hostfile: hosts}",
+            "rdzv_backend ({}) has no effect with --mpirun_hostfile",
+        ),
         ("parallelism_config: {cp_comm_strategy: a}", "{}, line 1: `cp_comm_strategy` must be one of allgather, "),
         ("mixed_precision: fp16-true", "mixed_precision='fp16-true' is not supported by this version"),
         ("num_processes: 3\nnum_machines: 2", "3 does not divide evenly by 2 machines"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
 
 # What the launcher does itself, and mpirun does not.
@@ -27,10 +28,10 @@ def mpirun_command(
         ConfigurationError: If there is no hostfile or no mpirun, or an option is one that mpirun has no part in.
     """
     for name in _OF_THE_LAUNCHER:
-        if values.is_asked(name):
+        if values.source(name) == f"--{name}" or values[name] != SETTINGS[name].default:
             raise ConfigurationError(
-                f"--{name} has no effect with --mpirun_hostfile: mpirun starts and monitors the processes. Leave one "
-                "of them out."
+                f"{name} ({values.source(name)}) has no effect with --mpirun_hostfile: mpirun starts and monitors the "
+                "processes. Leave one of them out."
             )
     file = Path(values["mpirun_hostfile"]).expanduser()
     if not file.is_file():
