@@ -353,6 +353,7 @@ def test_what_a_file_asks_for(
         ("distributed_type: TPU\nnum_processes: 2", "torch_xla cannot be imported beside torch "),
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
         ("distributed_type: XLA\ndowncast_bf16: 'yes'", "`downcast_bf16: True` in {} needs torch_xla's former casts"),
+        ("gpu_ids: 4,5", "{}: `gpu_ids` 4,5 was given, and this machine has no accelerator. Leave it out."),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
         (
             "machine_rank: 0\nrdzv_backend: static\nmpirun_config: {mpirun_hostfile: hosts}",
@@ -513,5 +514,5 @@ def test_devices_of_a_file_are_left_alone_on_the_cpu(
     file = config("gpu_ids: 0,1\nnum_processes: 2")
     assert "this machine has no accelerator" in launch.error("--config_file", file, launch.script)
     assert "CUDA_VISIBLE_DEVICES" not in launch.out("--dry_run", "--cpu", "--config_file", file, launch.script)
-    monkeypatch.setattr(device_count, "visible_devices", lambda ids: {"CUDA_VISIBLE_DEVICES": ids})
+    monkeypatch.setattr(device_count, "visible_devices", lambda ids, name: {"CUDA_VISIBLE_DEVICES": ids})
     assert "  CUDA_VISIBLE_DEVICES=0,1\n" in launch.out("--dry_run", "--config_file", file, launch.script)

@@ -34,21 +34,26 @@ def check_enough(num_processes: int, accelerators: int) -> None:
         )
 
 
-def visible_devices(ids: str) -> dict[str, str]:
-    """Return the variable that restricts processes to accelerators by their ids: `"0,1"`, or `"all"`."""
+def visible_devices(ids: str, name: str = "--gpu_ids") -> dict[str, str]:
+    """Return the variable that restricts processes to accelerators by their ids: `"0,1"`, or `"all"`.
+
+    Args:
+        ids: The ids.
+        name: What gives them, for errors.
+    """
     if ids == "all":
         return {}
     kind = _kind()
     if kind is None:
-        raise ConfigurationError(f"--gpu_ids {ids} was given, and this machine has no accelerator. Leave it out.")
+        raise ConfigurationError(f"{name} {ids} was given, and this machine has no accelerator. Leave it out.")
     from trainer_lib.foundation.device_types import types_with_visible_devices, visible_devices_variable
 
     variable = visible_devices_variable(kind)
     if variable is None:
         known = ", ".join(types_with_visible_devices())
-        raise UnsupportedError(f"--gpu_ids is not supported for {kind} devices. Known: {known}.")
+        raise UnsupportedError(f"{name} is not supported for {kind} devices. Known: {known}.")
     if not all(part.strip() for part in ids.split(",")):
-        raise ConfigurationError(f"--gpu_ids must be a list such as 0,1, or all (got {ids!r}).")
+        raise ConfigurationError(f"{name} must be a list such as 0,1, or all (got {ids!r}).")
     return {variable: ids.replace(" ", "")}
 
 

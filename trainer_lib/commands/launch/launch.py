@@ -177,8 +177,11 @@ def _translate_names_of_torchrun(values: LaunchValues) -> None:
 def _visible_devices(values: LaunchValues) -> dict[str, str]:
     from trainer_lib.launchers.device_count import visible_devices
 
-    is_of_file_for_cpu = environment.cpu_requested() and values.source("gpu_ids") != "--gpu_ids"
-    return {} if values["gpu_ids"] == "all" or is_of_file_for_cpu else visible_devices(values["gpu_ids"])
+    source = values.source("gpu_ids")
+    is_of_file = source != "--gpu_ids"
+    if values["gpu_ids"] == "all" or (is_of_file and environment.cpu_requested()):
+        return {}
+    return visible_devices(values["gpu_ids"], f"{source}: `gpu_ids`" if is_of_file else source)
 
 
 def _gpu_variables(values: LaunchValues, plan: Plan, accelerators: int) -> dict[str, str]:
