@@ -353,6 +353,10 @@ def test_what_a_file_asks_for(
         ("distributed_type: TPU\nnum_processes: 2", "torch_xla cannot be imported beside torch "),
         ("distributed_type: MULTI_GPU", "{} needs two accelerators or more, and there are none to train on here."),
         ("distributed_type: XLA\ndowncast_bf16: 'yes'", "`downcast_bf16: True` in {} needs torch_xla's former casts"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}",
+            "The DeepSpeed config no.json cannot be read: No such file or directory.",
+        ),
         ("gpu_ids: 4,5", "{}: `gpu_ids` 4,5 was given, and this machine has no accelerator. Leave it out."),
         ("mpirun_config: {mpirun_hostfile: hosts}", "The hostfile 'hosts' is not there."),
         (

@@ -258,11 +258,15 @@ _OF_THE_PLAN = (
 
 
 def _check_arrangement(values: LaunchValues, plan: Plan) -> None:
-    """Raise for options of FSDP, and sizes of replication and sharding, that no process could use."""
+    """Raise for options of FSDP or DeepSpeed, and sizes of replication and sharding, that no process could use."""
     if values["use_fsdp"]:
         from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 
         FullyShardedDataParallelPlugin()
+    if values["use_deepspeed"]:
+        from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
+
+        DeepSpeedPlugin()
     if values["use_parallelism_config"]:
         from trainer_lib.parallelism_config import ParallelismConfig
 
