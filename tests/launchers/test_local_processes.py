@@ -337,6 +337,33 @@ def test_a_process_that_ends_a_moment_after_another_keeps_its_exit_code(tmp_path
     assert "Process 1 of 2 failed with exit code 70.\nAfter that, process 0 raised HangError" in done.stderr
 
 
+LEAVES_A_CHILD = """
+import os, signal, subprocess, sys
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    signal.pause()
+child = subprocess.Popen(["sleep", "60"])
+Path(sys.argv[1], "child").write_text(str(child.pid))
+os.kill(os.getpid(), int(sys.argv[2])) if len(sys.argv) > 2 else os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--tee", "3"]], ids=["local", "torch's agent"])
+@pytest.mark.parametrize("end", [[], ["9"]], ids=["exit", "kill"])
+def test_a_process_that_fails_leaves_no_children(tmp_path: Path, options: list[str], end: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_A_CHILD)
+    command = [*COMMAND, "--num_processes", "2", *options, str(script), str(tmp_path), *end]
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=paths(), timeout=60)
+    child = Path("/proc", (tmp_path / "child").read_text(), "cmdline")
+    ends = time.monotonic() + 5
+    while child.exists() and child.read_bytes() and time.monotonic() < ends:  # an ended process has no words
+        time.sleep(0.01)
+    assert done.returncode == (137 if end else 3)
+    assert not child.exists() or not child.read_bytes()
+
+
 @pytest.mark.parametrize("script", ["print('a line')", "import sys; sys.stdout.close(); raise ValueError('an error')"])
 def test_a_process_whose_output_is_closed_has_one_error(tmp_path: Path, script: str) -> None:
     (tmp_path / "script.py").write_text(script)

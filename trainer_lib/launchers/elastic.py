@@ -32,6 +32,7 @@ from trainer_lib.launchers.process_failures import (
 )
 from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile, agree_on_round
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
+from trainer_lib.processes.process_groups import kill_leftovers
 from trainer_lib.processes.signal_inbox import FORWARDED, restored_handlers
 
 _ROUNDS = ("c10d", "etcd-v2")  # backends by which machines meet again and again
@@ -212,6 +213,10 @@ class _Agent(_TorchAgent):
         except SignalException:  # a second signal: do not wait
             super()._shutdown(signal.SIGKILL, 0)
             raise
+        finally:
+            programs = getattr(self._pcontext, "subprocess_handlers", {})
+            if any(handler.proc.poll() for handler in programs.values()):
+                kill_leftovers(handler.proc.pid for handler in programs.values())
 
 
 def _exit_codes(context: Any) -> dict[int, int | None]:

@@ -22,6 +22,7 @@ from trainer_lib.launchers.launch_plan import Plan
 from trainer_lib.launchers.local.local_store import LocalStore
 from trainer_lib.launchers.process_failures import GRACE_AFTER_DEATH, Failure, failed, failure_of
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
+from trainer_lib.processes.process_groups import kill_leftovers
 from trainer_lib.processes.signal_inbox import SignalInbox
 
 
@@ -65,6 +66,8 @@ class _Launch:
                 failures = self._watch()
             finally:
                 self._end(signal.SIGTERM, self._plan.shutdown_timeout)  # after an error of the launcher itself
+                if any(self._codes()):
+                    kill_leftovers(process.pid for process in self._processes)
             if not failures:
                 return
             number = self._signals.take()
