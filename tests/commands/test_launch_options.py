@@ -194,7 +194,8 @@ def test_options_that_ask_for_nothing_are_accepted() -> None:
     parse([*arguments, "--same_network", "--main_training_function", "main", "script.py"])
 
 
-def test_each_topic_of_help_shows_its_options_and_why_others_are_refused() -> None:
+def test_each_topic_of_help_shows_its_options_and_why_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     for topic in GROUPS:
         text = help_text(topic)
         assert len(text.splitlines()) <= 40, "one screen"
@@ -207,6 +208,16 @@ def test_each_topic_of_help_shows_its_options_and_why_others_are_refused() -> No
     assert "--shutdown_timeout" in help_text("all")
     with pytest.raises(ConfigurationError, match=r"Unknown topic 'fdsp'.* Did you mean 'fsdp'\?"):
         help_text("fdsp")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_options_in_help_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for topic in GROUPS:
+        _, *lines = help_text(topic).split("\n\n")[0].splitlines()
+        assert max(map(len, lines)) <= columns
+    name = "  --parallelism_config_sp_seq_length_is_variable yes|no"  # longer than its column
+    assert name in help_text("parallelism").splitlines()
 
 
 def test_the_page_has_the_tables_that_follow_from_the_settings() -> None:

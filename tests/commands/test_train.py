@@ -530,7 +530,10 @@ def test_labels_that_only_the_evaluation_has_are_named(folder: Path, capsys: pyt
     assert "b.csv, line 3: the class 'z' is not in the training data. Its classes: x, y." in capsys.readouterr().err
 
 
-def test_help_is_what_is_declared_and_a_screen_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_what_is_declared_and_a_screen_a_topic(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     expected = {name: setting.text.replace("`", "") for name, setting in settings(TrainArguments).items()}
     assert {argument.name: argument.text for argument in declared()} == expected
     assert {setting.section for setting in settings(TrainArguments).values()}.__len__() == len(TOPICS)
@@ -539,6 +542,8 @@ def test_help_is_what_is_declared_and_a_screen_a_topic(capsys: pytest.CaptureFix
         assert all(len(line) <= 120 for line in help_text(topic).splitlines())
     assert main(["train", "--help"]) == 0
     assert len(capsys.readouterr().out.splitlines()) <= 50
+    monkeypatch.setenv("COLUMNS", "80")
+    assert all(len(line) <= 80 for topic in TOPICS.values() for line in help_text(topic).splitlines())
     assert main(["train", "--help", "optimzer"]) == 2
     assert "Did you mean 'optimizer'?" in capsys.readouterr().err
     assert main(["train"]) == 2

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainer_lib.commands.help_lines import option_lines
 from trainer_lib.commands.subcommands import Parser
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
 from trainer_lib.foundation.missing_features import refusal
@@ -137,8 +138,7 @@ def option_line(setting: Setting) -> str:
     short = f"-{setting.short}, " if setting.short else ""
     value = "" if setting.is_switch else f" {setting.kind.metavar}"
     default = setting.default not in (None, False, "") and f" (default: {_text(setting.default)})"
-    name = f"  {short}--{setting.name}{value}"
-    return textwrap.fill(f"{name:{_COLUMN}}{setting.help}{default or ''}", _WIDTH, subsequent_indent=" " * _COLUMN)
+    return "\n".join(option_lines(f"  {short}--{setting.name}{value}", f"{setting.help}{default or ''}", _COLUMN))
 
 
 def _missing_topic(topic: str) -> str:

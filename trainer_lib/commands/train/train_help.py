@@ -2,11 +2,11 @@
 
 import ast
 import functools
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.commands.help_lines import option_lines
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
@@ -41,7 +41,7 @@ examples:
   trainer-lib launch --num_processes 2 -m trainer_lib train --config run.yaml
 Values are written as in YAML. Options override the file; hyphens count as underscores.\
 """
-_WIDTH, _COLUMN = 120, 34
+_COLUMN = 34
 
 
 @frozen_dataclass
@@ -107,7 +107,5 @@ def _page(topic: str) -> str:
     for argument in declared():
         if argument.topic == topic:
             default = f" (default: {argument.default})" if argument.default else ""
-            text = f"  --{argument.name}"
-            text = f"{text:{_COLUMN}}{argument.text}{default}"
-            lines += textwrap.wrap(text, _WIDTH, subsequent_indent=" " * _COLUMN, break_on_hyphens=False)
+            lines += option_lines(f"  --{argument.name}", f"{argument.text}{default}", _COLUMN)
     return "\n".join(lines)
