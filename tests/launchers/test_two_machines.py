@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tests.launched import PYTHON_PATH
 from tests.trainer.safety.test_elastic_restarts import uninterrupted
 from tests.worlds import run_world
 from trainer_lib.launchers.machine_address import own_address, serves_rendezvous
-from trainer_lib.processes.ports import is_port_in_use
+from trainer_lib.processes.ports import free_port, is_port_in_use
 
 PATIENCE = 120  # seconds
 
@@ -211,3 +212,57 @@ def test_the_address_is_that_of_the_network_of_the_endpoint(monkeypatch: pytest.
     assert serves_rendezvous("10.0.0.7") is None
     named = None
     assert [serves_rendezvous(f"10.0.0.{host}") for host in (7, 8)] == [True, False]
+
+
+def start_alone(port: int, *words: str) -> subprocess.Popen[str]:
+    """Start the launcher of the first of two machines that meet by the backend `static`."""
+    options = ["--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    command = [sys.executable, "-m", "trainer_lib", "launch", *options, "--main_process_port", str(port), *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_ctrl_c_ends_a_launcher_that_waits_for_another_machine(tmp_path: Path) -> None:
+    (tmp_path / "script.py").touch()
+    port = free_port()
+    with start_alone(port, "--machine_rank", "0", str(tmp_path / "script.py")) as launch:
+        await_true(lambda: is_port_in_use(port))
+        time.sleep(0.5)  # until it waits
+        launch.send_signal(signal.SIGINT)
+        try:
+            _, err = launch.communicate(timeout=20)
+        finally:
+            launch.kill()
+    assert (launch.returncode, "Ended by SIGINT" in err) == (130, True)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_launcher_whose_processes_have_ended_before_those_of_another_machine(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+        "time.sleep(60 * int(os.environ['RANK']))"
+    )
+    port = free_port()
+    words = [str(script), str(tmp_path)]
+    with (
+        start_alone(port, "--machine_rank", "0", *words) as first,
+        start_alone(port, "--machine_rank", "1", *words) as second,
+    ):
+        try:
+            await_true(lambda: all((tmp_path / rank).exists() for rank in "01"))
+            time.sleep(2)  # until the first machine has seen the end of its process
+            first.terminate()
+            first.communicate(timeout=20)
+        finally:
+            first.kill()
+            second.terminate()
+    assert first.returncode == 128 + signal.SIGTERM
+
+
+def await_true(is_true: Callable[[], bool]) -> None:
+    """Wait until something is true, for at most half a minute."""
+    ends = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < ends
+        time.sleep(0.05)

@@ -30,7 +30,7 @@ from trainer_lib.launchers.process_failures import (
     failed,
     failure_of,
 )
-from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile, agree_on_round
+from trainer_lib.launchers.rendezvous import MeetAtPort, MeetInFile, agree_on_round, wait_interruptibly
 from trainer_lib.processes.exit_codes import SAME_REQUEST, reason_of
 from trainer_lib.processes.process_groups import kill_leftovers
 from trainer_lib.processes.signal_inbox import FORWARDED, restored_handlers
@@ -205,6 +205,9 @@ class _Agent(_TorchAgent):
         self._failures.clear()
         super()._restart_workers(worker_group)
 
+    def _exit_barrier(self) -> None:
+        wait_interruptibly(super()._exit_barrier)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if isinstance(sys.exception(), SignalException):
             _ignore_repeated_signals()
@@ -276,6 +279,8 @@ def _meeting(entry: str | Callable[..., Any], plan: Plan, folder: Path) -> Gener
         )
         try:
             handler = get_rendezvous_handler(parameters)
+            if plan.rdzv_backend == "static":
+                wait_interruptibly(handler.next_rendezvous)  # the agent's own call finds all machines
         except (RendezvousError, dist.DistError, ValueError) as error:
             raise _not_met(plan, error) from error
     # The store file of this process's own world is not for the processes it starts, nor theirs for this process.

@@ -1,8 +1,11 @@
 """The rendezvous of processes: of one machine at a port of the launcher or in a file, or of several machines."""
 
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -123,6 +126,20 @@ def agree_on_round(launchers: dist.Store, machine: int, machines: int, address: 
         served = dist.TCPStore(address or socket.getfqdn(), 0, is_master=True, wait_for_workers=False)
     place = RendezvousStoreInfo.build(machine, store, address, served and served.port)
     return MachineRound(place, served, restarts)
+
+
+def wait_interruptibly(call: Callable[[], Any]) -> Any:
+    """Return what a call returns that waits for other machines in C++, where Python could not answer a signal."""
+    outcome: Future[Any] = Future()
+
+    def wait() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            outcome.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return outcome.result()
 
 
 def _serve(port: int) -> dist.TCPStore:
