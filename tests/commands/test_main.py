@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import PYTHON_PATH
+from trainer_lib import __version__
 from trainer_lib.commands.main import main
 
 
@@ -69,6 +70,11 @@ sys.meta_path.insert(0, PressCtrlC())
 def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: trainer-lib COMMAND" in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trainer-lib {__version__}\n"
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

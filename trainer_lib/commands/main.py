@@ -64,6 +64,11 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     if name in ("", "-h", "--help"):
         print(_usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else _WRONG_USE
+    if name == "--version":
+        from trainer_lib import __version__
+
+        print(f"trainer-lib {__version__}")
+        return 0
     if name not in COMMANDS:
         from trainer_lib.foundation.errors import ConfigurationError, unknown
 
