@@ -681,3 +681,11 @@ def test_hangup_that_was_ignored_stays_so(launch: Any, script: Any) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (ended.code, ended.out) == (0, "still here\n")
+
+
+def test_a_report_is_readable_in_a_terminal_without_unicode(script: Callable[..., str]) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [*COMMAND, "--cpu", script("raise SystemExit(3)")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT)
+    assert done.returncode == 3
+    assert f"{'-' * 80}\ntrainer-lib launch: " in done.stderr

@@ -301,8 +301,9 @@ def _threads(values: LaunchValues, num_processes: int) -> str:
 
 
 def _say(message: str) -> None:
+    rule = "─" if str(getattr(sys.stderr, "encoding", "")).lower().startswith("utf") else "-"
     try:
-        print(f"{'─' * 80}\ntrainer-lib launch: {message}", file=sys.stderr, flush=True)
+        print(f"{rule * 80}\ntrainer-lib launch: {message}", file=sys.stderr, flush=True)
     except OSError:  # the terminal or the pipe is closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
