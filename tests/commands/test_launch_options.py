@@ -382,6 +382,7 @@ def test_what_a_file_asks_for(
         ("mixed_precision: fp16-true", "mixed_precision='fp16-true' is not supported by this version"),
         ("num_processes: 3\nnum_machines: 2", "3 does not divide evenly by 2 machines"),
         ("parallelism_config: {dp_shard_size: 2}\ndistributed_type: FSDP", "takes 2 processes, and there are 1"),
+        ("num_processes: 29500", "num_processes must be at most 1024 on a machine (got 29500)."),
         ("num_processes: two", "{}, line 1: `num_processes` must be a whole number of at least 1 (got 'two')."),
     ],
 )

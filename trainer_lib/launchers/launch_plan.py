@@ -11,6 +11,7 @@ from trainer_lib.options.base import check_count, check_positive
 
 LOCALHOST = "127.0.0.1"
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_MOST_PROCESSES = 1024  # more are a slip, such as the number of a port, and fill the memory before any of them runs
 
 
 def _ignore(message: str) -> None:
@@ -66,6 +67,11 @@ class Plan:
     def __post_init__(self) -> None:
         """Check the values."""
         check_count("num_processes", self.num_processes)
+        if self.num_processes > _MOST_PROCESSES:
+            raise ConfigurationError(
+                f"num_processes must be at most {_MOST_PROCESSES} on a machine (got {self.num_processes}). Each process "
+                "needs a device, or a core, and some 300 MB of memory of its own."
+            )
         check_count("num_machines", self.num_machines)
         check_count("machine_rank", self.machine_rank, at_least=0)
         check_count("max_restarts", self.max_restarts, at_least=0)
