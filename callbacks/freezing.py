@@ -1,6 +1,7 @@
 """Freezing weights for part of a run, and gradual unfreezing."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -67,6 +68,11 @@ class Freeze(Modifier):
                 f"{type(self).__name__} freezes all trained weights, so nothing is left to train. Leave some weights "
                 "unfrozen, such as the head."
             )
+
+    def on_load_end(self, run: Run, folder: Path) -> None:
+        del folder
+        if self._weights:  # a rewind; at the start of a resumed run they are not known yet
+            self._apply(run)
 
     def on_step_end(self, run: Run) -> None:
         self._apply(run)

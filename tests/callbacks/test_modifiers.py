@@ -494,6 +494,35 @@ def test_resumed_to_the_bit_on_two_processes(names: list[str], tmp_path: Path) -
             assert_equal(parts, whole)
 
 
+@pytest.mark.parametrize(
+    ("make", "frozen"),
+    [
+        (lambda: Freeze("0.*", until="5 steps"), [1, 2, 3, 4, 5, 4, 5]),
+        (lambda: Freeze("0.*", after="4 steps"), [5, 6, 5, 7, 8]),
+        (lambda: GradualUnfreezing("3.*", "0.*", every="5 steps"), [1, 2, 3, 4, 5, 4, 5]),
+    ],
+)
+def test_a_rewound_run_freezes_at_the_same_steps_again(
+    make: Callable[[], Callback], frozen: list[int], tmp_path: Path
+) -> None:
+    """Step 6 is NaN, and goes back to step 3."""
+    model, seen = network(), list[int]()
+
+    class Spoils(Modifier):
+        def on_step_begin(self, run: Run) -> None:
+            if not next(model.parameters()).requires_grad:
+                seen.append(run.state.step + 1)
+
+        def on_loss(self, run: Run) -> None:
+            if run.state.samples == 40:
+                assert run.loss_sum is not None
+                run.loss_sum = run.loss_sum * math.nan
+
+    options: dict[str, Any] = {"max_steps": 8, "save_every": 3, "on_nonfinite": "rewind", "output_dir": tmp_path}
+    trained(make(), Spoils(), model=model, train_dataset=points(80), **{**options, "num_train_epochs": None})
+    assert seen == frozen
+
+
 def test_unfrozen_weights_start_with_fresh_optimizer_state() -> None:
     states: dict[int, bool] = {}
 
