@@ -7,6 +7,7 @@ requests in `run.control`, which reach all ranks, and never call a collective.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Modifier, Run
@@ -100,6 +101,10 @@ class _Function(Callback):
         for trigger in self.triggers:
             trigger.begin(run.state)
 
+    def on_load_end(self, run: Run, folder: Path) -> None:
+        del folder
+        self.on_fit_begin(run)  # a rewind goes back to an earlier step
+
     def on_step_end(self, run: Run) -> None:
         answers = [trigger.is_due(run.state) for trigger in self.triggers]  # no short-circuit: each trigger counts
         if all(answers):
@@ -118,6 +123,7 @@ class _Filtered(Callback):
         self.order, self.key = callback.order, callback.key or type(callback).__name__
         self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # per instance here
         self._is_due = False
+        self._loaded: dict[str, float] = {}
         for name, event in EVENTS.items():
             if overrides(callback, name) and not overrides(self, name):
                 handler = getattr(callback, name)
@@ -126,6 +132,8 @@ class _Filtered(Callback):
     def on_fit_begin(self, run: Run) -> None:
         for trigger in self.triggers:
             trigger.begin(run.state)
+        if run.state.step:  # no new run, for which a state may be left from one before
+            self._set_positions(self._loaded)
         self.listener.on_fit_begin(run)
 
     def on_step_begin(self, run: Run) -> None:
@@ -135,10 +143,21 @@ class _Filtered(Callback):
             self.listener.on_step_begin(run)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.listener.state_dict()
+        state = self.listener.state_dict()
+        # Whether an update reached one of these is known from the position before it.
+        positions = {str(t.amount): t.done for t in self.triggers if t.amount.unit in ("samples", "epochs")}
+        return {"positions": positions, "callback": state} if positions else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.listener.load_state_dict(state)
+        if "positions" in state:
+            self._loaded, state = dict(state["positions"]), state["callback"]
+            self._set_positions(self._loaded)
+        if state:
+            self.listener.load_state_dict(state)
+
+    def _set_positions(self, positions: Mapping[str, float]) -> None:
+        for trigger in self.triggers:
+            trigger.done = positions.get(str(trigger.amount), trigger.done)
 
     def _if_due(self, handler: Callable[[Run], None]) -> Callable[[Run], None]:
         def handle(run: Run) -> None:

@@ -3,16 +3,31 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
 
+from tests.callbacks.by_hand import assert_equal, resumed
 from tests.callbacks.loops import go_through, running
 from tests.trainer.tasks import Recorder, arguments, points, trainer
-from trainer_lib.callbacks import EMA, SWA, EarlyStopping, LabelSmoothing, LambdaCallback, after, before, every, once
+from trainer_lib.callbacks import (
+    EMA,
+    SWA,
+    ClipValue,
+    EarlyStopping,
+    LabelSmoothing,
+    LambdaCallback,
+    after,
+    before,
+    every,
+    once,
+)
 from trainer_lib.events import Callback, Dispatcher, Modifier, Run, RunState
 from trainer_lib.events.callback import EVENTS
 from trainer_lib.foundation.errors import ConfigurationError
@@ -273,3 +288,42 @@ def test_without_a_beginning_amounts_count_from_nothing() -> None:
     for step in (1, 2, 3):
         callback.on_step_end(Run(state=RunState(step=step)))
     assert heard == [2]
+
+
+def test_a_rewound_run_calls_filters_at_the_same_steps_again(tmp_path: Path) -> None:
+    """Step 6 is NaN, and goes back to step 3: step 4 comes again."""
+    called: dict[str, list[int]] = {"every": [], "once": [], "after": [], "callback": []}
+
+    class Spoils(Modifier):
+        def on_loss(self, run: Run) -> None:
+            if run.state.samples == 40:
+                assert run.loss_sum is not None
+                run.loss_sum = run.loss_sum * math.nan
+
+    args = arguments(max_steps=8, save_every=3, output_dir=tmp_path, on_nonfinite="rewind", shuffle=False)
+    callbacks = [
+        every("4 steps", lambda run: called["every"].append(run.state.step)),
+        once("4 steps", lambda run: called["once"].append(run.state.step)),
+        after("3 steps", lambda run: called["after"].append(run.state.step)),
+        every("4 steps", LambdaCallback(on_step_end=lambda run: called["callback"].append(run.state.step))),
+    ]
+    trainer(args, train_dataset=points(80), callbacks=[Spoils(), *callbacks]).fit()
+    assert called == {"every": [4, 4, 8], "once": [4, 4], "after": [4, 5, 4, 5, 6, 7, 8], "callback": [4, 4, 8]}
+
+
+@pytest.mark.parametrize("amount", ["24 samples", "1 epoch"])
+def test_a_run_that_resumes_at_a_multiple_filters_the_same_updates(amount: str, tmp_path: Path) -> None:
+    """The update after step 6, from whose checkpoint the run resumes, begins at a multiple of 24 samples."""
+    data: Any = points() if amount != "1 epoch" else Stream()
+    options: dict[str, Any] = {"train_dataset": data, "max_steps": 12, "num_train_epochs": None}
+    whole, parts = resumed(lambda: every(amount, ClipValue(1e-3)), tmp_path, **options)
+    assert_equal(parts, whole)
+    other, _ = resumed(lambda: every("100 epochs", ClipValue(1e-3)), tmp_path / "other", **options)
+    assert any(not torch.equal(other[name], weight) for name, weight in whole.items())
+
+
+class Stream(IterableDataset[Any]):
+    """A pass of three updates, whose length is not known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(zip(*points(24), strict=True)))

@@ -25,6 +25,9 @@ class Trigger:
         when: "every": at each update that reaches another multiple of the amount; "once": at the first that reaches it;
             "after" and "before": at each update after the amount, or before it.
 
+    Attributes:
+        done: How much of the amount was done after the last update: 2.5 of it, for example.
+
     Example:
         >>> trigger, state = Trigger(Every.parse("3 steps")), RunState()
         >>> for state.step in range(1, 8):
@@ -41,7 +44,7 @@ class Trigger:
         self._rounding = _TINY if amount.unit == "epochs" else 0.0
         position: Callable[[Any], float] = self._seconds if self.is_timed else attrgetter(_COUNTS[amount.unit])
         self._position = position
-        self._done = self._rounding  # how much of the amount was done after the last update: 2.5 of it, for example
+        self.done = self._rounding
         self._began = time.monotonic()
 
     @property
@@ -52,12 +55,12 @@ class Trigger:
     def begin(self, state: RunState) -> None:
         """Record the position at which training begins or resumes."""
         self._began = time.monotonic() - state.seconds
-        self._done = self._of_amount(state)
+        self.done = self._of_amount(state)
 
     def is_due(self, state: RunState) -> bool:
         """Whether the update that ends is due; call it once per update."""
-        before, done = self._done, self._position(state) / self.amount.amount + self._rounding
-        self._done = done
+        before, done = self.done, self._position(state) / self.amount.amount + self._rounding
+        self.done = done
         match self._when:
             case "every":
                 return math.floor(done) > math.floor(before)
@@ -79,7 +82,7 @@ class Trigger:
             ahead = SimpleNamespace(epochs=state.epoch + (state.steps_in_epoch + 1) / state.steps_per_epoch)
         else:
             return self.is_due(state)
-        self._done = self._of_amount(state)
+        self.done = self._of_amount(state)
         return self.is_due(ahead)
 
     def progress(self, state: RunState) -> float:
@@ -93,7 +96,7 @@ class Trigger:
     def is_past_update(self, state: RunState) -> bool:
         """Whether the end of an epoch moved the position past that of its last update: its length was not known."""
         is_by_update = self._when in ("after", "before")
-        return not is_by_update and self.amount.unit == "epochs" and self._of_amount(state) > self._done
+        return not is_by_update and self.amount.unit == "epochs" and self._of_amount(state) > self.done
 
     def _of_amount(self, state: RunState) -> float:
         return self._position(state) / self.amount.amount + self._rounding
