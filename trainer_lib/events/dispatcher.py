@@ -1,5 +1,6 @@
 """Dispatch of events to the callbacks that listen to them."""
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -108,18 +109,7 @@ class Dispatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by key."""
-        states: dict[str, Any] = {}
-        for key, callback in self._by_key().items():
-            try:
-                state = callback.state_dict()
-            except Exception as error:
-                if callback.may_change_training:
-                    raise
-                self._switch_off(callback, "state_dict", error)
-            else:
-                if state:
-                    states[key] = state
-        return states
+        return self._states(self._by_key())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the states of the callbacks.
@@ -141,6 +131,29 @@ class Dispatcher:
         for key in self.state_dict():
             if key not in state:
                 _logger.warning("The checkpoint has no state of the callback %s, which starts from scratch.", key)
+
+    @contextmanager
+    def observer_states_kept(self) -> Generator[None]:
+        """Return a context that may load states, and leaves the callbacks that only observe as they were."""
+        observers = {key: callback for key, callback in self._by_key().items() if not callback.may_change_training}
+        states = copy.deepcopy(self._states(observers))
+        yield
+        for key, state in states.items():
+            observers[key].load_state_dict(state)
+
+    def _states(self, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for key, callback in callbacks.items():
+            try:
+                state = callback.state_dict()
+            except Exception as error:
+                if callback.may_change_training:
+                    raise
+                self._switch_off(callback, "state_dict", error)
+            else:
+                if state:
+                    states[key] = state
+        return states
 
     def _bind_handlers(self) -> None:
         # One list per event that has listeners. New lists, since a callback may be removed while an event is fired.

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +373,27 @@ def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     assert result.best_checkpoint is not None
     assert result.best_checkpoint.name == "checkpoint-00000005"
     assert model_trainer.evaluate()["eval_loss"] == pytest.approx(evaluations[5], rel=1e-6)
+
+
+def test_loading_the_best_leaves_callbacks_that_observe_as_they_are(tmp_path: Path) -> None:
+    """They know the whole run; the average of a modifier is that of the weights."""
+
+    class Steps(Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_step_end(self, run: Run) -> None:
+            self.steps.append(run.state.step)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.steps[:] = state["steps"]
+
+    steps, ema = Steps(), EMA(0.5)
+    args = arguments(output_dir=tmp_path, metric_for_best="loss", greater_is_better=True, load_best_at_end=True)
+    result = trainer(args, eval_dataset=points(16), callbacks=[steps, ema]).fit()
+    assert result.state.best is not None
+    assert (result.state.best.step, ema.updates) == (5, 5)
+    assert steps.steps == list(range(1, 11))

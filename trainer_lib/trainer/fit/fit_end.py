@@ -143,7 +143,8 @@ class FitEnd:
             raise ConfigurationError("load_best_at_end=True: the best evaluation was not saved. Leave keep_best at 1.")
         if checkpoint is not None:
             state = run.state.state_dict()
-            run.accelerator.load_state(checkpoint)
+            with self._context.events.observer_states_kept():
+                run.accelerator.load_state(checkpoint)
             run.state.load_state_dict(state)
         elif best.step != run.state.step:  # else these are its weights
             _logger.warning(
