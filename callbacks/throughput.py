@@ -20,7 +20,7 @@ class Throughput(Callback):
         tokens: A function of a batch that returns its number of tokens, as a number or a tensor. The tokens of this
             rank are counted, and multiplied by the world size.
         per_device: Whether to add samples per second per device.
-        fill: Whether to add the share of positions in this rank's batches that are no padding (`attention_mask`).
+        fill: Whether to add the share of positions in the batches that are no padding (`attention_mask`).
 
     Example:
         >>> throughput = Throughput(tokens=lambda batch: batch["attention_mask"].sum())
@@ -35,8 +35,6 @@ class Throughput(Callback):
         self, tokens: Callable[[Any], float | Tensor] | None = None, per_device: bool = False, fill: bool = False
     ) -> None:
         self._tokens_of, self._per_device, self._shows_fill = tokens, per_device, fill
-        self._filled: float | Tensor = 0
-        self._positions = 0
         self._tokens: float | Tensor = 0
         self._devices = self._ranks = 1
         self._loader: Any = None  # the training loader
@@ -65,7 +63,7 @@ class Throughput(Callback):
         self._pauses, self._saved_before = dict.fromkeys(self._pauses, 0.0), run.saving_seconds
         if run.accelerator is not None:
             self._devices, self._ranks = run.accelerator.num_processes, run.accelerator.data_group.size
-        self._tokens = self._filled = self._positions = 0
+        self._tokens = 0
         self._loader = self._waited = None
         self._first = self._last = self._now = self._measure(run)
         self._is_training = True
@@ -73,9 +71,6 @@ class Throughput(Callback):
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         self._now = self._measure(run)
         values.update(self._speeds(self._last))
-        if self._positions:
-            values["fill"] = float(self._filled) / self._positions
-            self._filled = self._positions = 0
         self._last = self._now
 
     def on_fit_end(self, run: Run) -> None:
@@ -95,8 +90,8 @@ class Throughput(Callback):
             self._tokens = self._tokens + self._tokens_of(run.batch)
         mask = run.batch.get("attention_mask") if self._shows_fill and isinstance(run.batch, Mapping) else None
         if isinstance(mask, Tensor):
-            self._filled = self._filled + mask.count_nonzero()
-            self._positions += mask.numel()
+            # Not in this callback: a resumed run continues the mean.
+            run.trainer.parts.means.add_sum("fill", mask.count_nonzero(), mask.numel())
 
     def _measure(self, run: Run) -> "_Progress":
         self._pauses["saving_seconds"] = run.saving_seconds - self._saved_before

@@ -1,27 +1,16 @@
 """The share of positions that are no padding, in the log."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.faults.trainings import Dies
+from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.callbacks import LambdaCallback, Throughput
-from trainer_lib.events import Run
-
-
-def test_the_fill_of_batches_is_logged_since_the_last_log() -> None:
-    throughput, run = Throughput(fill=True), Run()
-    throughput.on_fit_begin(run)
-    for row in ([1, 1, 0, 0], [1, 1, 1, 1]):
-        run.batch = {"attention_mask": torch.tensor([row])}
-        throughput.on_micro_batch_end(run)
-    values: dict[str, float] = {}
-    throughput.on_log(run, values)
-    assert values["fill"] == 6 / 8
-    values.clear()
-    throughput.on_log(run, values)
-    assert "fill" not in values
+from trainer_lib.callbacks import LambdaCallback
 
 
 class Tokens(nn.Module):
@@ -51,3 +40,38 @@ def test_batches_of_similar_length_are_fuller_and_the_log_says_so() -> None:
     # Four groups of 16 samples, each sorted: of 4 neighbours the shortest has nearly the length of the longest.
     assert fills[0] > 0.75
     assert fills[1] is None
+
+
+def fills(folder: Path | None = None, *callbacks: Any, **options: Any) -> list[float]:
+    """Return the fill in each log of a run over 48 samples of 1 to 8 tokens."""
+    data = [{"input_ids": [1] * (1 + 3 * row % 8)} for row in range(48)]
+    settings: dict[str, Any] = {
+        "group_by_length": True, "global_batch_size": 8, "per_device_train_batch_size": 4, "max_steps": 6,
+        "log_every": 3, "save_every": 2, "use_cpu": True, "progress_bar": False,
+    }  # fmt: skip
+    if folder is None:
+        del settings["save_every"]
+    args = TrainingArguments(output_dir=folder, **{**settings, **options})
+    result = Trainer(Tokens(), args, train_dataset=data, collate_fn=padded, callbacks=[*callbacks]).fit()
+    return [entry["fill"] for entry in result.history]
+
+
+def test_the_fill_is_the_share_of_tokens_since_the_last_log_over_all_ranks() -> None:
+    counts: list[tuple[int, int]] = []
+
+    def count(run: Any) -> None:
+        mask = run.batch["attention_mask"]
+        counts.append((int(mask.sum()), mask.numel()))
+
+    alone = fills(None, LambdaCallback(on_micro_batch_end=count))
+    of_logs = [counts[:6], counts[6:]]
+    assert alone == [sum(tokens for tokens, _ in log) / sum(size for _, size in log) for log in of_logs]
+    for rank in run_world(fills):
+        assert rank == pytest.approx(alone)
+
+
+def test_a_resumed_run_logs_the_fill_of_all_batches_since_the_last_log(tmp_path: Path) -> None:
+    expected = fills(tmp_path / "whole")
+    with pytest.raises(InterruptedError):
+        fills(tmp_path / "parts", Dies(5), on_exception="raise")
+    assert fills(tmp_path / "parts", resume="auto") == expected
