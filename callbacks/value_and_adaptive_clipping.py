@@ -29,6 +29,7 @@ class ClipValue(Modifier):
         self.value: float = _positive("ClipValue(value)", value)
 
     def on_backward_end(self, run: Run) -> None:
+        _check_gradients(run, "ClipValue", "self.accelerator.clip_grad_value_(parameters, value)")
         run.accelerator.strategy.clip_grad_value(run.trained_parameters, self.value)
 
 
@@ -61,12 +62,21 @@ class AdaptiveClipping(Modifier):
 
     @torch.no_grad()
     def on_backward_end(self, run: Run) -> None:
+        _check_gradients(run, "AdaptiveClipping", "self.accelerator.clip_grad_norm_(parameters, max_norm)")
         for weight in run.trained_parameters:
             if weight.grad is not None and weight not in self._excluded:
                 limit = _norms(weight).clamp(min=self.least) * self.share
                 norms = _norms(weight.grad)
                 # Gradients with a NaN or Inf norm stay unchanged, so that `on_nonfinite` detects them.
                 weight.grad.mul_(torch.where(norms > limit, limit / norms, torch.ones_like(norms)))
+
+
+def _check_gradients(run: Run, callback: str, instead: str) -> None:
+    if any(optimizer.has_stepped for optimizer in run.optimizers.values()):
+        raise ConfigurationError(
+            f"{callback} clips gradients before the Trainer steps the optimizers, and your training_step steps them "
+            f"itself. Leave {callback} out, and clip in training_step, before step(): {instead}."
+        )
 
 
 def _norms(tensor: Any) -> Any:

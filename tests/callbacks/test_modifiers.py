@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss, one_hot
 from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, resumed, trained, weights
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, Trainer
 from trainer_lib.callbacks import (
     SAM,
     SWA,
@@ -601,6 +601,20 @@ def test_invalid_options_are_refused(case: int) -> None:
     make, message = REFUSED[case]
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [lambda: ClipValue(0.1), lambda: AdaptiveClipping(0.1)])
+def test_gradients_of_a_training_step_that_steps_cannot_be_clipped(make: Callable[[], Callback]) -> None:
+    class Steps(Trainer):
+        def training_step(self, model: Any, batch: Any) -> None:
+            self.backward(cross_entropy(model(batch[0]), batch[1]))
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    made = Steps(network(), arguments(), train_dataset=points(), loss_fn=cross_entropy, callbacks=[make()])
+    with pytest.raises(ConfigurationError, match=r"your training_step steps them itself\. Leave .* out, and clip in"):
+        made.fit()
 
 
 def test_replicas_that_wait_for_all_gradients_freeze_nothing() -> None:
