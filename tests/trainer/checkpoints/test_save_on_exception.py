@@ -111,6 +111,34 @@ def test_a_metric_that_raised_is_computed_after_the_resume(tmp_path: Path) -> No
     assert fit(tmp_path / "parts", points(), "auto", compute_metrics=measure) == whole
 
 
+@pytest.mark.parametrize(("event", "step"), [("on_best", 6), ("on_log", 4)])
+def test_an_evaluation_and_a_log_of_which_a_callback_raised_are_in_the_history_once(
+    event: str, step: int, tmp_path: Path
+) -> None:
+    class Fails(Modifier):
+        def __init__(self, fails: bool) -> None:
+            self._fails = fails
+
+        def on_best(self, run: Run, metric: str, value: float) -> None:
+            self._fail("on_best", run)
+
+        def on_log(self, run: Run, values: dict[str, float]) -> None:
+            self._fail("on_log", run)
+
+        def _fail(self, name: str, run: Run) -> None:
+            if self._fails and (name, run.state.step) == (event, step):
+                raise ArithmeticError
+
+    def raising(folder: str, resume: str = "never", *, raises: bool = False) -> Any:
+        options: dict[str, Any] = {"eval_every": 3, "log_every": 2, "lr_scheduler": "plateau", "learning_rate": 0.01}
+        return fit(tmp_path / folder, points(), resume, callbacks=[Fails(raises)], **options)
+
+    whole = raising("whole")
+    assert isinstance(raising("parts", raises=True), ArithmeticError)
+    assert saved(tmp_path / "parts") == [step]
+    assert raising("parts", "auto") == whole
+
+
 def test_an_error_in_the_last_evaluation_loses_no_update(tmp_path: Path) -> None:
     def measure(predictions: Any) -> dict[str, float]:
         raise ArithmeticError

@@ -69,6 +69,14 @@ class FitEvaluations:
         """The metrics of the step that the run is at; empty without an evaluation of it."""
         return dict(self.last.metrics) if self.last.step == self._run.state.step else {}
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the sets that were asked for at this step are evaluated, so that an error came after that."""
+        if self.last.step != self._run.state.step:
+            return False
+        control = self._run.control
+        return self.last.sets >= self._plan.sets.keys() if control.is_due("evaluate") else not control.sets_due
+
     def evaluate_due(self, is_last: bool) -> bool:
         """Evaluate all sets, or those whose intervals are over.
 

@@ -96,7 +96,7 @@ class Saving:
 
     def _take_requests(self) -> None:
         control = self._run.control
-        owed = ("evaluate", "evaluate_sets", "stop")
+        owed = ("stop",) if self._evaluations.is_done else ("evaluate", "evaluate_sets", "stop")
         self._owed.requests = {name: control.reason for name in owed if control.is_due(name)}
 
     def _are_all_ranks_here(self) -> bool:

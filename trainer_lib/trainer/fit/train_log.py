@@ -66,8 +66,10 @@ class TrainLog:
             return
         if run.grad_norm is not None:
             values["grad_norm"] = float(run.grad_norm)
-        self._context.events.fire("on_log", run, values)
-        state.history.append({"step": state.step, "epoch": state.epochs, **values})
+        try:
+            self._context.events.fire("on_log", run, values)
+        finally:  # a callback that raises does not lose them: they are no longer in the means
+            state.history.append({"step": state.step, "epoch": state.epochs, **values})
 
     def flush(self) -> None:
         """Count the time so far, and report the updates that were skipped on a device."""
