@@ -20,6 +20,7 @@ from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib import Accelerator, Callback, ConfigurationError, Run, StateError, Trainer, UnsupportedError
 from trainer_lib.callbacks import EMA, EarlyStopping
+from trainer_lib.events import Modifier
 from trainer_lib.trainer.result import FitResult
 
 
@@ -397,3 +398,29 @@ def test_loading_the_best_leaves_callbacks_that_observe_as_they_are(tmp_path: Pa
     assert result.state.best is not None
     assert (result.state.best.step, ema.updates) == (5, 5)
     assert steps.steps == list(range(1, 11))
+
+
+def test_a_stopped_run_that_died_at_its_end_trains_no_further(tmp_path: Path) -> None:
+    """Its last checkpoint is written, the end of the run is not recorded."""
+
+    def stopped(folder: str, *callbacks: Callback, resume: str = "never", **options: Any) -> FitResult:
+        settings: dict[str, Any] = {"save_every": "1 epoch", "num_train_epochs": 9, **options}
+        args = arguments(output_dir=tmp_path / folder, resume=resume, learning_rate=0.0, **settings)
+        stopping = EarlyStopping(patience=1)
+        return trainer(args, eval_dataset=points(16), callbacks=[stopping, *callbacks], model=network(0.2)).fit()
+
+    class DiesAtTheEnd(Modifier):
+        def on_fit_end(self, run: Run) -> None:
+            os._exit(0)
+
+    whole = stopped("whole")
+    child = os.fork()
+    if child == 0:
+        stopped("parts", DiesAtTheEnd())
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    result = stopped("parts", resume="auto")
+    assert (result.state.step, result.status, result.state.reason) == (whole.state.step, "stopped", whole.state.reason)
+    assert [entry["step"] for entry in result.history] == [entry["step"] for entry in whole.history]
+    longer = stopped("parts", resume="extend", num_train_epochs=10)
+    assert longer.state.step > whole.state.step

@@ -93,6 +93,11 @@ class ResumePoint:
     notes: tuple[str, ...] = ()
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether this run exists already, and did not record an end."""
+        return self.folder is not None and not self.is_new and not self.folder.is_finished
+
+    @property
     def needs_lease(self) -> bool:
         """Whether this run exists already and will write to its folder."""
         return self.folder is not None and not self.is_new and not self.is_finished

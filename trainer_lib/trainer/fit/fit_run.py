@@ -78,7 +78,7 @@ def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -
         trainer.parts.guard = session.guard if session.guard.reads_losses else None
         status = "failed"
         try:
-            session.begin(resume_point.checkpoint)
+            session.begin(resume_point.checkpoint, is_unfinished=resume_point.is_unfinished)
             session.loop(TrainLoop).train()
             if session.owed.interruption is None:
                 session.end.finish()

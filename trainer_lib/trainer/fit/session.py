@@ -128,13 +128,20 @@ class FitSession:
             self.rounds.__enter__()
             self.run.averaged_weights = self.rounds.averaged
 
-    def begin(self, checkpoint: AnyPath | None) -> None:
-        """Resume from a checkpoint, if there is one, and be ready for the first step."""
+    def begin(self, checkpoint: AnyPath | None, *, is_unfinished: bool = False) -> None:
+        """Resume from a checkpoint, if there is one, and be ready for the first step.
+
+        Args:
+            checkpoint: The checkpoint.
+            is_unfinished: Whether its run did not record an end.
+        """
         context, run, args = self.context, self.run, self.run.args
         if args.seed is not None and run.accelerator.data_group.size > 1:
             set_seed(args.seed, device_specific=True)  # dropout draws other numbers for each batch
         if checkpoint is not None:
             self.loading.load(checkpoint)
+        if is_unfinished and run.state.status == "stopped":  # and was killed before it recorded that
+            self.owed.requests["stop"] = run.state.reason
         if context.evaluation.best_metric is not None:
             _ = context.evaluation.greater_is_better  # an error comes before it is too late
         run.state.status, run.state.reason = "running", None
