@@ -406,9 +406,11 @@ class Trainer(ToolMethods, PublishMethods):
     @overridable
     def num_items(self, batch: Any) -> Weight:
         """Return the number of items in the mean loss of a batch: labels that are not ignored, else samples."""
+        loss = self.parts.loss
+        if loss.averages_samples:
+            return float(loss.samples(batch))
         shift = self.label_shift
         shifted = shift.answer if shift.is_known else shift(batch)
-        loss = self.parts.loss
         return count_items(batch, self.args.label_names, shifted, loss.samples, loss.ignored_label)
 
     @overridable

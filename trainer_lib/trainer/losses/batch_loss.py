@@ -67,12 +67,26 @@ class BatchLoss:
     @functools.cached_property
     def ignored_label(self) -> int:
         """The label that losses and metrics leave out."""
-        return ignored_label(self._trainer.loss_fn)
+        if self._trainer.loss_fn is not None:
+            return ignored_label(self._trainer.loss_fn)
+        from trainer_lib.trainer.losses.model_labels import label_ignored_by
+
+        return label_ignored_by(self._trainer.unwrapped_model)
+
+    @functools.cached_property
+    def averages_samples(self) -> bool:
+        """Whether each sample counts alike in the loss, however many labels it has."""
+        if self._trainer.loss_fn is not None:
+            return False
+        from trainer_lib.trainer.losses.model_labels import averages_samples
+
+        return averages_samples(self._trainer.unwrapped_model)
 
     def forget(self) -> None:
         """Forget what was made from the loss function and the model; the next batch uses those that there are then."""
         self._objective, self._has_checked = None, False
         self.__dict__.pop("ignored_label", None)
+        self.__dict__.pop("averages_samples", None)
 
     @property
     def has_own_step(self) -> bool:

@@ -92,7 +92,7 @@ def shifts_labels(bare: nn.Module, batch: Any, label_names: Sequence[str] | None
 
 def is_shifted_by_name(bare: nn.Module) -> bool:
     """Whether the class name is one of models that shift their labels."""
-    inner = _inner(bare)
+    inner = inner_model(bare)
     name = type(inner).__name__
     return getattr(inner, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -111,10 +111,11 @@ def device_of(bare: nn.Module) -> torch.device:
     return next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
 
 
-def _inner(bare: nn.Module) -> Any:
+def inner_model(bare: nn.Module) -> Any:
+    """Return the model inside an adapter of PEFT, or the model itself."""
     return bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # type: ignore[operator]  # of PEFT
 
 
 def is_from_transformers(bare: nn.Module) -> bool:
     """Whether a model is from transformers, where all models ignore the label -100."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(_inner(bare)).__mro__)
+    return any(base.__name__ == "PreTrainedModel" for base in type(inner_model(bare)).__mro__)

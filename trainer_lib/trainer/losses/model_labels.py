@@ -1,0 +1,33 @@
+"""What the losses of models of transformers average over, where their labels alone do not show it."""
+
+from torch import nn
+
+from trainer_lib.foundation.batch_fields import IGNORE_INDEX
+from trainer_lib.trainer.losses.label_shift import inner_model, is_from_transformers
+
+_SEGMENTATION = "ForSemanticSegmentation"
+_IGNORED_LABELS = "semantic_loss_ignore_index", "loss_ignore_index"  # as the configurations call it
+
+
+def label_ignored_by(bare: nn.Module) -> int:
+    """Return the label that a model leaves out of its loss: that of its configuration if it labels pixels, else -100.
+
+    Example:
+        >>> label_ignored_by(nn.Linear(1, 1))
+        -100
+    """
+    if not _is_model(bare, _SEGMENTATION):
+        return IGNORE_INDEX
+    config = getattr(inner_model(bare), "config", None)
+    labels = (getattr(config, name, None) for name in _IGNORED_LABELS)
+    return next((label for label in labels if type(label) is int), IGNORE_INDEX)
+
+
+def averages_samples(bare: nn.Module) -> bool:
+    """Whether a model computes a CTC loss: each sample counts alike, however many labels it has."""
+    return _is_model(bare, "ForCTC")
+
+
+def _is_model(bare: nn.Module, ending: str) -> bool:
+    kinds = type(inner_model(bare)).__mro__
+    return is_from_transformers(bare) and any(kind.__name__.endswith(ending) for kind in kinds)
