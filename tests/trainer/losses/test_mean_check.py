@@ -42,6 +42,33 @@ def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(similar, torch.arange(len(outputs))) + 0 * targets.sum()
 
 
+def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss whose classes have weights, of which `num_items` does not know."""
+    return cross_entropy(outputs, targets, weight=torch.tensor([1.0, 5.0, 0.1, 2.0, 3.0]))
+
+
+class Weighted(nn.Module):
+    """A loss with state, whose calls change it."""
+
+    weight: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 5.0, 0.1, 2.0, 3.0]))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return cross_entropy(outputs, targets, weight=self.weight)
+
+
+def known(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss over the values that are known."""
+    counts = ~targets.isnan()
+    return (outputs[counts] - targets[counts]).square().mean()
+
+
 def plain(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets)
 
@@ -81,6 +108,29 @@ def test_loss_functions_that_are_not_means_give_a_warning(
     warnings = warnings_of(caplog, network(), samples(8), loss_fn=loss_fn)
     assert len(warnings) == is_named
     assert all(loss_fn.__name__ in text for text in warnings)
+
+
+def test_weights_that_differ_after_the_first_samples_give_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    inputs, targets = samples(8)
+    targets[:5] = 1
+    texts = warnings_of(caplog, network(), (inputs, targets), loss_fn=weighted)
+    assert len(texts) == 1
+    assert "return LossResult(sum, weight=number) from loss_fn" in texts[0]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_masked_values_give_a_warning_although_one_sample_has_none(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    inputs, values = torch.randn(16, 6), torch.randn(16, 5)
+    values[1, :3] = values[4] = torch.nan
+    options = {"per_device_train_batch_size": size}
+    assert len(warnings_of(caplog, network(), (inputs, values), loss_fn=known, options=options)) == 1
+
+
+def test_a_loss_module_with_buffers_gives_a_warning_and_keeps_them(caplog: pytest.LogCaptureFixture) -> None:
+    loss_fn = Weighted()
+    assert len(warnings_of(caplog, network(), samples(8), loss_fn=loss_fn)) == 1
+    assert loss_fn.calls == 4
+    assert loss_fn.training
 
 
 def test_an_update_of_a_single_batch_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,19 +21,36 @@ _logger = get_logger(__name__)
 ComputeLoss = Callable[[Any], Any]
 _ROUNDING = 1e-5  # rounding error of a loss in fp32
 _FEW = 2  # labels that the first of two samples keeps, so that their weights differ
+_ROWS = 8  # samples to check a loss function with: its weights of two samples may happen to be equal
+
+_OF_FUNCTION = (
+    "If it is a sum divided by a number, return LossResult(sum, weight=number) from loss_fn, and both are equal. "
+    "Otherwise use larger batches instead of accumulation."
+)
+_OF_MODEL = (
+    "If it is a sum divided by a number, override num_items(batch) to return this number, and both are equal. "
+    "Otherwise use larger batches instead of accumulation."
+)
+_SUM_OF_CTC = 'Set model.config.ctc_loss_reduction = "mean", and both are equal.'
 
 
 def is_mean_over_items(
-    loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, label_names: Sequence[str] | None, masks: bool
+    loss_of: ComputeLoss,
+    count: Callable[[Any], Weight],
+    batch: Any,
+    label_names: Sequence[str] | None,
+    masks: bool,
+    samples: int = 2,
 ) -> bool | None:
-    """Whether the loss of two samples is the mean of their losses, each weighted by its number of items.
+    """Whether the loss of the first samples is the mean of their losses, each weighted by its number of items.
 
     Args:
-        loss_of: Returns the loss of a batch; called three times.
+        loss_of: Returns the loss of a batch; called once for each sample, and for all.
         count: Returns the number of items of a batch.
-        batch: A batch, of which the first two samples are used.
+        batch: A batch, of which the first samples are used.
         label_names: The names of a batch that are targets.
         masks: Whether to ignore (-100) most token labels of the first sample, so that the weights differ.
+        samples: How many samples are used, at most.
 
     Returns:
         `None` if it cannot be measured: the batch has fewer samples, cannot be split, or a sample has no loss.
@@ -49,27 +66,28 @@ def is_mean_over_items(
     if rows is None or rows < 2:
         return None
     try:
-        both = take_rows(batch, 0, 2, rows)
+        samples = min(samples, rows)
+        together = take_rows(batch, 0, samples, rows)
         if masks:
-            both = _with_few_labels(both, label_names)
-        parts = [take_rows(both, 0, 1, 2), take_rows(both, 1, 2, 2)]
-        losses = [float(loss_of(part)) for part in (*parts, both)]
+            together = _with_few_labels(together, label_names)
+        parts = [take_rows(together, index, index + 1, samples) for index in range(samples)]
+        whole, losses = float(loss_of(together)), [float(loss_of(part)) for part in parts]
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ConfigurationError) as error:
         if is_out_of_memory(error):
             raise
         return None
-    first, second, whole = losses
     weights = [float(count(part)) for part in parts]
-    if not all(map(math.isfinite, losses)) or not all(weights):
+    if not all(map(math.isfinite, [whole, *losses])) or not all(weights):
         return None
-    expected = (first * weights[0] + second * weights[1]) / sum(weights)
-    return math.isclose(whole, expected, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(abs(first), abs(second)))
+    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+    return math.isclose(whole, expected, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(map(abs, losses)))
 
 
 class MeanCheck:
-    """Warns once, at the first batch, if an update has several micro-batches and their losses do not add up.
+    """Warns once, at the first batches, if an update has several micro-batches and their losses do not add up.
 
-    It calls only models of transformers and loss functions without state, where calls have no side effects.
+    It calls only models of transformers and loss functions, where calls have no side effects: modules are in evaluation
+    mode meanwhile, and their buffers are restored.
 
     Args:
         bare: The model.
@@ -78,7 +96,7 @@ class MeanCheck:
         is_needed: Whether an update has several micro-batches, on several ranks or by accumulation.
 
     Attributes:
-        is_done: Whether it has checked a loss; it does so once.
+        is_done: Whether it has checked the loss of a model, or that of a function on enough samples.
     """
 
     def __init__(
@@ -90,50 +108,66 @@ class MeanCheck:
     ) -> None:
         self._bare, self._count, self._label_names, self._is_needed = bare, count, label_names, is_needed
         self.is_done = False
+        self._samples = 0  # that a loss function was checked with
 
     def check_model(self, loss_of: ComputeLoss, batch: Any) -> None:
         """Check the loss that a model returns."""
         if not self._is_due():
             return
-        from trainer_lib.trainer.losses.label_shift import is_from_transformers, probing
+        from trainer_lib.trainer.losses.label_shift import inner_model, is_from_transformers, probing
+        from trainer_lib.trainer.losses.model_labels import averages_samples
 
         if is_from_transformers(self._bare):
             has_more = bool(_further_labels(batch, self._label_names))
             with probing(self._bare):
                 is_mean = not has_more and self._measure(loss_of, self._count, batch, masks=True)
-            self._warn(type(self._bare).__name__, is_mean)
+            self.is_done = True
+            remedy = _SUM_OF_CTC if averages_samples(self._bare) else _OF_MODEL
+            self._warn(type(inner_model(self._bare)).__name__, is_mean, remedy)
 
     def check_function(self, loss_fn: Any, mean: Callable[..., Any], name: str, whole: tuple[Any, Any, Any]) -> None:
         """Check a loss function, which `mean` calls with a batch, a model's outputs for it, and its targets."""
-        if self._is_due() and not (isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())):
+        if self._is_due():
 
             def loss_of(part: Any) -> Any:
                 loss = mean(*part)
                 # A LossResult has its own weight, so there is nothing to check.
                 return math.nan if isinstance(loss, LossResult) else loss
 
-            from trainer_lib.trainer.losses.label_shift import device_of
+            from trainer_lib.trainer.losses.label_shift import device_of, probing
 
-            with preserved_generators(device_of(self._bare)), torch.no_grad():
-                is_mean = self._measure(loss_of, lambda part: self._count(part[0]), whole, masks=False)
-            self._warn(name, is_mean)
+            as_module = probing(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
+            with preserved_generators(device_of(self._bare)), torch.no_grad(), as_module:
+                measures = (
+                    self._measure(loss_of, lambda part: self._count(part[0]), whole, masks=False, samples=samples)
+                    for samples in (_ROWS, 2)  # one sample without any item leaves nothing to measure
+                )
+                is_mean = next((measure for measure in measures if measure is not None), None)
+            self._samples += count_rows(whole[0]) or _ROWS
+            self.is_done = is_mean is False or self._samples >= _ROWS
+            self._warn(name, is_mean, _OF_FUNCTION)
 
     def _is_due(self) -> bool:
         if self.is_done or not torch.is_grad_enabled():
             return False
-        self.is_done: bool = True
-        return self._is_needed() and all(parameter.dtype is torch.float32 for parameter in self._bare.parameters())
+        is_exact = all(parameter.dtype is torch.float32 for parameter in self._bare.parameters())
+        self.is_done = not (is_exact and self._is_needed())
+        return not self.is_done
 
-    def _measure(self, loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, masks: bool) -> bool | None:
+    def _measure(
+        self, loss_of: ComputeLoss, count: Callable[[Any], Weight], batch: Any, masks: bool, samples: int = 2
+    ) -> bool | None:
         with _full_precision():
-            return is_mean_over_items(loss_of, count, batch, self._label_names if masks else None, masks)
+            return is_mean_over_items(loss_of, count, batch, self._label_names if masks else None, masks, samples)
 
-    def _warn(self, name: str, is_mean: bool | None) -> None:
+    def _warn(self, name: str, is_mean: bool | None, remedy: str) -> None:
         if is_mean is False:
             _logger.warning_once(
-                f"The loss of {name} is not a mean over the items of a batch: it has several parts, is a sum, or the "
-                "samples of a batch influence each other (as in-batch negatives do). An update then uses the weighted "
-                "mean of the losses of its micro-batches, which differs from the loss of one big batch."
+                f"The loss of {name} is not a mean over the items of a batch, which num_items counts: it has several "
+                "parts, is a sum, a mean over other items (such as values that are not masked, or weights of classes), "
+                "or the samples of a batch influence each other (as in-batch negatives do). An update then uses the "
+                "weighted mean of the losses of its micro-batches, which differs from the loss of one big batch. "
+                f"{remedy}"
             )
 
 
