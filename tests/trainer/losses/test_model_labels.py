@@ -52,9 +52,9 @@ def recordings() -> list[dict[str, Tensor]]:
     ]
 
 
-def painter() -> nn.Module:
+def painter(labels: int = 5) -> nn.Module:
     torch.manual_seed(0)
-    sizes: Any = {"num_labels": 5}
+    sizes: Any = {"num_labels": labels}
     config = SegformerConfig(
         num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 8], num_attention_heads=[1, 1],
         patch_sizes=[3, 3], strides=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, **sizes,
@@ -78,6 +78,11 @@ def pictures() -> list[dict[str, Tensor]]:
         pixels = torch.randn(3, 16, 16, generator=generator)
         rows.append({"pixel_values": pixels, "labels": labels.masked_fill(unknown, 255)})
     return rows
+
+
+def masks() -> list[dict[str, Tensor]]:
+    """Pictures with labels of one class."""
+    return [{**row, "labels": torch.where(row["labels"] == 255, 255, row["labels"] % 2)} for row in pictures()]
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -110,7 +115,9 @@ def by_hand(model: Any, rows: Any, size: int) -> tuple[Gradients, float]:
 @pytest.mark.filterwarnings("ignore:Grad strides")  # of a convolution's gradient, under DDP
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
-    ("make", "data"), [(recognizer, recordings), (painter, pictures)], ids=["speech recognition", "segmentation"]
+    ("make", "data"),
+    [(recognizer, recordings), (painter, pictures), (lambda: painter(1), masks)],
+    ids=["speech recognition", "segmentation", "one class"],
 )
 def test_an_update_and_an_evaluation_are_those_of_one_big_batch(make: Any, data: Any, processes: int) -> None:
     rows = data()

@@ -19,6 +19,8 @@ def label_ignored_by(bare: nn.Module) -> int:
     if not _is_model(bare, _SEGMENTATION):
         return IGNORE_INDEX
     config = getattr(inner_model(bare), "config", None)
+    if getattr(config, "num_labels", None) == 1:  # SegFormer then averages over all pixels, of which some count 0
+        return IGNORE_INDEX
     labels = (getattr(config, name, None) for name in _IGNORED_LABELS)
     return next((label for label in labels if type(label) is int), IGNORE_INDEX)
 
