@@ -139,14 +139,16 @@ def test_an_update_of_a_single_batch_is_not_checked(caplog: pytest.LogCaptureFix
     )
 
 
-def test_an_update_over_several_ranks_is_checked() -> None:
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a linear layer with bias returns a view
+@pytest.mark.parametrize("options", [{}, {"fsdp": True}], ids=["DDP", "FSDP2"])
+def test_an_update_over_several_ranks_is_checked(options: dict[str, Any]) -> None:
     def body() -> bool:
         warnings: list[str] = []
         logger = logging.getLogger("trainer_lib.trainer.losses.mean_check")
         handler = logging.Handler()
         handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
         logger.addHandler(handler)
-        train(Trainer(network(), arguments(), train_dataset=samples(16), loss_fn=contrastive))
+        train(Trainer(network(), arguments(**options), train_dataset=samples(16), loss_fn=contrastive))
         logger.removeHandler(handler)
         return any(TEXT in text for text in warnings)
 

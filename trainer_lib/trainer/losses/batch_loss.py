@@ -196,7 +196,7 @@ class BatchLoss:
     def _needs_mean_check(self) -> bool:
         accelerator = self._trainer.accelerator
         batches = accelerator.gradient_accumulation_steps * accelerator.data_group.size
-        # The check runs the model, which ranks of a sharded model, or of parts of sequences, would all have to do
-        # equally often.
-        in_lockstep = accelerator.strategy.needs_lockstep or accelerator.sequence_split.ranks is not None
-        return batches > 1 and not in_lockstep
+        # The check runs a model without a loss function, which ranks of a sharded model would all have to do equally
+        # often, as would those that compute parts of sequences.
+        runs_sharded = self._trainer.loss_fn is None and accelerator.strategy.needs_lockstep
+        return batches > 1 and not runs_sharded and accelerator.sequence_split.ranks is None

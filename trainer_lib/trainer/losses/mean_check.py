@@ -21,7 +21,8 @@ _logger = get_logger(__name__)
 ComputeLoss = Callable[[Any], Any]
 _ROUNDING = 1e-5  # rounding error of a loss in fp32
 _FEW = 2  # labels that the first of two samples keeps, so that their weights differ
-_ROWS = 8  # samples to check a loss function with: its weights of two samples may happen to be equal
+_SAMPLES = 8  # of a batch, to check a loss function with
+_BATCHES = 4  # to check it with: its weights of the samples of a batch may happen to be equal
 
 _OF_FUNCTION = (
     "If it is a sum divided by a number, return LossResult(sum, weight=number) from loss_fn, and both are equal. "
@@ -42,10 +43,10 @@ def is_mean_over_items(
     masks: bool,
     samples: int = 2,
 ) -> bool | None:
-    """Whether the loss of the first samples is the mean of their losses, each weighted by its number of items.
+    """Whether the loss of the first samples is the mean of that of their halves, weighted by their numbers of items.
 
     Args:
-        loss_of: Returns the loss of a batch; called once for each sample, and for all.
+        loss_of: Returns the loss of a batch; called three times.
         count: Returns the number of items of a batch.
         batch: A batch, of which the first samples are used.
         label_names: The names of a batch that are targets.
@@ -70,17 +71,18 @@ def is_mean_over_items(
         together = take_rows(batch, 0, samples, rows)
         if masks:
             together = _with_few_labels(together, label_names)
-        parts = [take_rows(together, index, index + 1, samples) for index in range(samples)]
-        whole, losses = float(loss_of(together)), [float(loss_of(part)) for part in parts]
+        parts = [take_rows(together, 0, samples // 2, samples), take_rows(together, samples // 2, samples, samples)]
+        losses = [float(loss_of(part)) for part in (*parts, together)]
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ConfigurationError) as error:
         if is_out_of_memory(error):
             raise
         return None
+    first, second, whole = losses
     weights = [float(count(part)) for part in parts]
-    if not all(map(math.isfinite, [whole, *losses])) or not all(weights):
+    if not all(map(math.isfinite, losses)) or not all(weights):
         return None
-    expected = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
-    return math.isclose(whole, expected, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(map(abs, losses)))
+    expected = (first * weights[0] + second * weights[1]) / sum(weights)
+    return math.isclose(whole, expected, rel_tol=_ROUNDING, abs_tol=_ROUNDING * max(abs(first), abs(second)))
 
 
 class MeanCheck:
@@ -96,7 +98,7 @@ class MeanCheck:
         is_needed: Whether an update has several micro-batches, on several ranks or by accumulation.
 
     Attributes:
-        is_done: Whether it has checked the loss of a model, or that of a function on enough samples.
+        is_done: Whether it has checked the loss of a model, or that of a function on enough batches.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class MeanCheck:
     ) -> None:
         self._bare, self._count, self._label_names, self._is_needed = bare, count, label_names, is_needed
         self.is_done = False
-        self._samples = 0  # that a loss function was checked with
+        self._batches = 0  # that a loss function was checked with
 
     def check_model(self, loss_of: ComputeLoss, batch: Any) -> None:
         """Check the loss that a model returns."""
@@ -138,13 +140,9 @@ class MeanCheck:
 
             as_module = probing(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
             with preserved_generators(device_of(self._bare)), torch.no_grad(), as_module:
-                measures = (
-                    self._measure(loss_of, lambda part: self._count(part[0]), whole, masks=False, samples=samples)
-                    for samples in (_ROWS, 2)  # one sample without any item leaves nothing to measure
-                )
-                is_mean = next((measure for measure in measures if measure is not None), None)
-            self._samples += count_rows(whole[0]) or _ROWS
-            self.is_done = is_mean is False or self._samples >= _ROWS
+                is_mean = self._measure(loss_of, lambda part: self._count(part[0]), whole, False, _SAMPLES)
+            self._batches += 1
+            self.is_done = self._batches == _BATCHES  # whatever it finds: ranks call a loss that gathers equally often
             self._warn(name, is_mean, _OF_FUNCTION)
 
     def _is_due(self) -> bool:
