@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from transformers import BatchEncoding
 
 from tests.collectives.trees import Batch, Output, Point, nested
@@ -17,13 +18,17 @@ from trainer_lib.collectives import (
     broadcast,
     copy_tensor_to_devices,
     gather,
+    gather_rows,
     pad_across_processes,
     pad_input_tensors,
     reduce,
 )
+from trainer_lib.collectives.gather_for_metrics import gather_real_rows
 from trainer_lib.collectives.tensor_collectives import gather_tensor_shape
+from trainer_lib.foundation.errors import WorldError
 from trainer_lib.foundation.pytree import get_shape, is_torch_xpu_tensor, tensors
 from trainer_lib.state import PartialState
+from trainer_lib.state.gradient_state import Rows
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]
 
@@ -142,6 +147,91 @@ def test_what_is_no_tensor_is_refused_with_the_way_out(everywhere: Everywhere) -
                 operation({"texts": ["a cat"]})
 
     everywhere(body)
+
+
+NOT_DENSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "a nested tensor, and needs dense ones. Pad it: torch.nested.to_padded_tensor(tensor, 0.0), then "
+        "pad_across_processes(…, dim=1).",
+    ),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        "a nested tensor, and needs dense ones. Pad it: torch.nested.to_padded_tensor(tensor, 0.0), then "
+        "pad_across_processes(…, dim=1).",
+    ),
+    "coo": (
+        lambda: torch.eye(2).to_sparse(),
+        "a sparse tensor (torch.sparse_coo), and needs dense ones. Convert it: tensor.to_dense().",
+    ),
+    "csr": (
+        lambda: torch.eye(2).to_sparse_csr(),
+        "a sparse tensor (torch.sparse_csr), and needs dense ones. Convert it: tensor.to_dense().",
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8),
+        "a quantized tensor (torch.qint8), and needs plain ones. Convert it: tensor.dequantize().",
+    ),
+    "packed": (
+        lambda: pack_sequence([torch.ones(1), torch.ones(2)], enforce_sorted=False),
+        "a PackedSequence, whose tensors cannot be combined between ranks. Pad it: "
+        "pad_packed_sequence(sequence, batch_first=True), then pad_across_processes(…, dim=1).",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DENSE)
+@pytest.mark.filterwarnings("ignore:.*CSR:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning", "ignore:.*quantiz.*:DeprecationWarning")
+def test_tensors_that_are_not_dense_are_refused_on_all_ranks(kind: str, everywhere: Everywhere) -> None:
+    make, problem = NOT_DENSE[kind]
+
+    def body(rank: int, size: int) -> None:
+        value = {"ids": torch.ones(2), "x": make()}
+        operations = [gather, reduce, broadcast, gather_rows, lambda tree: gather_real_rows(tree, Rows(2, 1))]
+        names = ["gather", "reduce", "broadcast", "gather_for_metrics", "gather_for_metrics"]
+        if kind not in ("nested", "jagged"):
+            operations, names = [*operations, pad_across_processes], [*names, "pad_across_processes"]
+        for operation, name in zip(operations, names, strict=True):
+            with pytest.raises(TypeError) as caught:
+                operation(value)
+            assert str(caught.value) == f"{name} got {problem}"
+        assert gather(torch.tensor([rank])).tolist() == list(range(size)), "no rank waits in one of them"
+
+    everywhere(body)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+def test_nested_and_packed_values_are_gathered_padded(layout: torch.layout, everywhere: Everywhere) -> None:
+    def body(rank: int, size: int) -> None:
+        parts = [torch.full((1,), rank), torch.full((rank + 1,), rank)]
+        expected = [
+            [float(other)] * count + [0.0] * (size - count) for other in range(size) for count in (1, other + 1)
+        ]
+        nested_parts = torch.nested.nested_tensor([part.float() for part in parts], layout=layout)
+        padded = pad_across_processes(torch.nested.to_padded_tensor(nested_parts, 0.0), dim=1)
+        assert gather(padded).tolist() == expected
+        packed = pack_sequence([part.float() for part in parts], enforce_sorted=False)
+        values, lengths = pad_packed_sequence(packed, batch_first=True)
+        assert gather(pad_across_processes(values, dim=1)).tolist() == expected
+        assert gather(lengths).tolist() == [count for other in range(size) for count in (1, other + 1)]
+
+    everywhere(body)
+
+
+def test_one_rank_with_a_sparse_tensor_is_an_error_of_all_in_gather_for_metrics() -> None:
+    def body() -> str:
+        rank = PartialState().process_index
+        with pytest.raises((TypeError, WorldError)) as caught:
+            gather_real_rows(torch.eye(2).to_sparse() if rank else torch.eye(2), None)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    problem = "gather_for_metrics got a sparse tensor (torch.sparse_coo), and needs dense ones. Convert it: "
+    assert run_world(body, num_processes=2) == [
+        f"WorldError: gather_for_metrics failed on rank 1: TypeError: {problem}tensor.to_dense().",
+        f"TypeError: {problem}tensor.to_dense().",
+    ]
 
 
 # -- reduce --------------------------------------------------------------------------------------------------------

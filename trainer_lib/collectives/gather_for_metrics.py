@@ -9,6 +9,7 @@ from torch import Tensor
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.collectives.object_collectives import gather_per_data_rank, joined
 from trainer_lib.collectives.ragged_gather import gather_rows_or_raise, holds_rows
+from trainer_lib.collectives.shape_check import check_dense
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import map_leaves
 from trainer_lib.logging import get_logger
@@ -32,6 +33,7 @@ def gather_real_rows(tree: Any, rows: Rows | None) -> Any:
     """
     error, real = HeldError("gather_for_metrics"), None
     with error.held():
+        check_dense("gather_for_metrics", tree)
         real = map_leaves(lambda leaf: _real_part(leaf, rows), tree, is_leaf=holds_rows)
     return gather_rows_or_raise("gather_for_metrics", real, error)
 

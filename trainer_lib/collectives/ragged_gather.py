@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer_lib.collectives.agreement import ErrorReport, HeldError
 from trainer_lib.collectives.object_collectives import gather_per_data_rank, joined
-from trainer_lib.collectives.shape_check import Layout, Leaf, check_layouts, layout, without_rows
+from trainer_lib.collectives.shape_check import Layout, Leaf, check_dense, check_layouts, layout, without_rows
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import leaves, map_leaves, tensors
 from trainer_lib.process_group import ProcessGroup
@@ -29,7 +29,10 @@ def gather_rows(tree: Any) -> Any:
         >>> gather_rows({"ids": torch.tensor([4, 5]), "texts": ["a cat", "a dog"]})
         {'ids': tensor([4, 5]), 'texts': ['a cat', 'a dog']}
     """
-    return gather_rows_or_raise("gather_for_metrics", tree, HeldError("gather_for_metrics"))
+    error = HeldError("gather_for_metrics")
+    with error.held():
+        check_dense("gather_for_metrics", tree)
+    return gather_rows_or_raise("gather_for_metrics", tree, error)
 
 
 def gather_rows_or_raise(operation: str, tree: Any, error: HeldError) -> Any:

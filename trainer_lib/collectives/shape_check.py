@@ -1,15 +1,17 @@
-"""Checks that all ranks pass the same structure, shapes and types to a collective."""
+"""Checks that a collective can combine what ranks pass: dense tensors, of one structure, shapes and types."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer_lib.foundation.errors import DistributedOperationException
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import named_leaves, never
+from trainer_lib.foundation.pytree import leaves, named_leaves, never
 from trainer_lib.state.partial_state import PartialState
 
 _SHOWN = 5  # leaves that an error lists before it only counts
@@ -41,6 +43,45 @@ class Leaf:
 
 
 Layout = tuple[Leaf, ...]
+
+
+def check_dense(operation: str, tree: Any, allows_nested: bool = False) -> None:
+    """Raise if a tensor of `tree` is nested, sparse or quantized, or if a container is a `PackedSequence`.
+
+    Ranks exchange the memory of dense tensors. The tensors of a `PackedSequence` are no rows of samples.
+    """
+    for leaf in leaves(tree, is_leaf=is_packed):
+        if isinstance(leaf, Tensor):
+            problem = None if allows_nested and leaf.is_nested else _not_dense(leaf)
+        else:
+            problem = _PACKED if is_packed(leaf) else None
+        if problem is not None:
+            raise TypeError(f"{operation} got {problem}")
+
+
+def is_packed(tree: Any) -> bool:
+    """Whether `tree` is a `PackedSequence`."""
+    return isinstance(tree, PackedSequence)
+
+
+_PACKED = (
+    "a PackedSequence, whose tensors cannot be combined between ranks. Pad it: "
+    "pad_packed_sequence(sequence, batch_first=True), then pad_across_processes(…, dim=1)."
+)
+
+
+def _not_dense(tensor: Tensor) -> str | None:
+    """Return what a tensor is instead of dense, and how to make it dense."""
+    if tensor.is_nested:
+        return (
+            "a nested tensor, and needs dense ones. Pad it: torch.nested.to_padded_tensor(tensor, 0.0), then "
+            "pad_across_processes(…, dim=1)."
+        )
+    if tensor.layout is not torch.strided:
+        return f"a sparse tensor ({tensor.layout}), and needs dense ones. Convert it: tensor.to_dense()."
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}), and needs plain ones. Convert it: tensor.dequantize()."
+    return None
 
 
 def layout(tree: Any, is_leaf: Callable[[Any], bool] = never) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.collectives.shape_check import Leaf, check_layouts, layout, verify, whole, without_sizes
+from trainer_lib.collectives.shape_check import Leaf, check_dense, check_layouts, layout, verify, whole, without_sizes
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
 from trainer_lib.foundation.pytree import leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
@@ -95,7 +95,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         >>> pad_across_processes(torch.tensor([[7, 8]]), dim=1)
         tensor([[7, 8]])
     """
-    group = _group("pad_across_processes", tensor, without_sizes)
+    group = _group("pad_across_processes", tensor, without_sizes, allows_nested=True)
     layouts = group.all_gather_objects(layout(tensor))
     check_layouts("pad_across_processes", layouts, without_sizes)
     largest = iter([max(_size(leaf, dim) for leaf in by_rank) for by_rank in zip(*layouts, strict=True)])
@@ -152,8 +152,11 @@ def _first_offer(operation: str, tensor: Tensor | None) -> tuple[int, torch.Size
     return source, *offers[source]
 
 
-def _group(operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = whole) -> ProcessGroup:
+def _group(
+    operation: str, tree: Any, compared: Callable[[Leaf], Hashable] = whole, allows_nested: bool = False
+) -> ProcessGroup:
     verify(operation, tree, compared)
+    check_dense(operation, tree, allows_nested)
     for leaf in leaves(tree):
         if not isinstance(leaf, Tensor):
             inside = "" if leaf is tree else f" inside a {type(tree).__name__}"
