@@ -70,6 +70,38 @@ def test_a_subclass_with_an_iteration_of_its_own_stays(dataset: Any, num_workers
     assert read(first) == [[12, 15]]
 
 
+class CountedStream(Stream):
+    """An iterable dataset that knows how often it was read."""
+
+    passes = 0
+
+
+class Particular(DataLoader[int]):
+    """A user's loader that iterates datasets of its kind in a way of its own."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        assert isinstance(self.dataset, CountedStream)
+        self.dataset.passes += 1
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("context", [None, "fork", "spawn"])
+def test_a_loader_that_asks_for_the_class_of_its_dataset_gets_it(context: str | None) -> None:
+    dataset, workers = CountedStream(7), int(context is not None)
+    loader = Particular(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
+    first, second = worlds(loader, 2)
+    batches = read_all(first), read_all(second)
+    assert [handed.samples for handed in batches[0]] == [[0, 1], [4, 5]]
+    assert [handed.samples for handed in batches[1]] == [[2, 3], [6, 0]]
+    assert [handed.rows for handed in batches[1]] == [None, (2, 1)]
+    assert dataset.passes == 2
+    assert first.dataset is dataset
+    saving = worlds(loader, 2)[1]
+    next(iter(saving))
+    second.load_state_dict(saving.state_dict())
+    assert read(second) == [[6, 0]]
+
+
 def test_attributes_are_those_of_the_users_loader() -> None:
     dataset, collate, generator = Numbers(7), lambda rows: rows, torch.Generator()
     loader = DataLoader(dataset, batch_size=2, collate_fn=collate, generator=generator, pin_memory=False, timeout=0)

@@ -217,6 +217,19 @@ _LOCAL_ATTRIBUTES = frozenset(
 )
 
 
+class ShardOfItsClass(IterableDatasetShard):
+    """A shard that is an instance of the dataset's class too, for a loader that asks what kind of dataset it has."""
+
+    @property
+    def __class__(self) -> type[Any]:  # type: ignore[override]
+        """The class of the dataset. `isinstance` accepts it besides the type."""
+        return type(self.dataset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to copy it: pickle refuses an object whose `__class__` is not its type."""
+        return object.__new__, (ShardOfItsClass,), vars(self)
+
+
 class TailSample(NamedTuple):
     """A sample of an incomplete last round."""
 

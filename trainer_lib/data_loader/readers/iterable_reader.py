@@ -16,7 +16,7 @@ from trainer_lib.data_loader.order.held_generators import HeldGenerators, genera
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.data_loader.order.uneven_end import until_all_end
-from trainer_lib.data_loader.readers.iterable_dataset_shard import IterableDatasetShard, TailCollate
+from trainer_lib.data_loader.readers.iterable_dataset_shard import IterableDatasetShard, ShardOfItsClass, TailCollate
 from trainer_lib.data_loader.readers.reader import Reader, look_ahead
 from trainer_lib.data_loader.readers.row_batches import faster_collate
 from trainer_lib.foundation.errors import StateError
@@ -267,7 +267,8 @@ class IterableReader(Reader):
         return other
 
     def _install(self, dataset: Any, collate: Any) -> None:
-        shard = self._shard = IterableDatasetShard(dataset)
+        kind = ShardOfItsClass if self.iterates_itself else IterableDatasetShard
+        shard = self._shard = kind(dataset)
         shard.share(self.sharing)
         shard.mark_tails()
         if self.loader.num_workers:
