@@ -1,7 +1,9 @@
 """Iterable datasets: every rank reads everything, all end together, and a bookmark resumes them."""
 
 import json
+import logging
 import random
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -14,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.data_loader.reference import SizedStream, Stream, flat, handed, read, read_all, worlds
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, PartialState, StateError
+from trainer_lib import Accelerator, ConfigurationError, PartialState, StateError
 from trainer_lib.data_loader import prepare_data_loader, skip_first_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
@@ -515,3 +517,43 @@ def test_a_state_that_needs_arguments_is_not_asked_for(num_workers: int) -> None
     first = [batch.tolist() for batch in islice(saving, 20)]
     resumed.load_state_dict(saving.state_dict())
     assert flat([*first, *(batch.tolist() for batch in resumed)]) == [*range(48)]
+
+
+class SplitByItself(IterableDataset[int]):
+    """A dataset that yields every second number on each of two ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(PartialState().process_index, 16, 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_ranks_warn_if_a_dataset_that_splits_itself_does_not_say_so(is_declared: bool, num_workers: int) -> None:
+    def body() -> tuple[list[str], list[list[int]]]:
+        messages = list[str]()
+        logger, handler = logging.getLogger("trainer_lib.data_loader.prepared_loader"), logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        dataset = SplitByItself()
+        if is_declared:
+            dataset.is_split_between_processes = True  # type: ignore[attr-defined]
+        prepared = Accelerator(cpu=True).prepare(DataLoader(dataset, batch_size=2, num_workers=num_workers))
+        read(Accelerator(cpu=True).prepare(DataLoader(Stream(16), batch_size=2)))
+        passes = [flat(read(prepared)) for _ in range(2)]
+        logger.removeHandler(handler)
+        return messages, passes
+
+    results = run_world(body, num_processes=2)
+    messages = [message for warned, _ in results for message in warned]
+    passes = [first for _, (first, second) in results if first == second]
+    if is_declared:
+        assert messages == []
+        assert passes == [list(range(0, 16, 2)), list(range(1, 16, 2))]
+    else:
+        assert passes == [[0, 2, 8, 10], [5, 7, 13, 15]]
+        assert len(messages) == 1
+        assert re.match(
+            r"Rank (0|1) reads other samples of SplitByItself than rank (1|0)\. .* "
+            r"set its attribute is_split_between_processes = True before prepare\.",
+            messages[0],
+        )

@@ -1,5 +1,6 @@
 """The base of prepared loaders: the interface of the user's loader, its position, and the loop over batches."""
 
+import itertools
 import math
 import sys
 import time
@@ -32,9 +33,11 @@ from trainer_lib.data_loader.state_mixin import DataLoaderStateMixin
 from trainer_lib.foundation.errors import StateError, TrainerLibError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.pytree import send_to_device
+from trainer_lib.logging import get_logger
 from trainer_lib.options.enums import RNGType
 from trainer_lib.state.gradient_state import GradientState, Rows
 
+_logger = get_logger(__name__)
 _LATER_ENTRIES = ("low_memory_shuffle", "start", "sample_generators")  # that states of earlier versions do not have
 
 
@@ -66,9 +69,19 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     # Attributes that `__setattr__` sets here; all others are set on the user's loader.
     _LOCAL_ATTRIBUTES = frozenset(
-        {"end_of_dataloader", "others_read_on", "remainder", "rows", "samples_in_round", "even_batches", "quarantine"}
+        {
+            "end_of_dataloader",
+            "others_read_on",
+            "remainder",
+            "rows",
+            "samples_in_round",
+            "even_batches",
+            "quarantine",
+            "compares_openings",
+        }
     )
 
+    compares_openings = True  # whether to warn if the first stream of a rank begins with other samples
     samples_in_round: int | None  # of all ranks, without repeats; None: unknown to a single rank
     quarantine: Quarantine | None
     _reader: Reader
@@ -125,6 +138,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             batches = self._read(place, ending)
             self.end_of_dataloader, self.others_read_on = False, False
             self.remainder, self.rows = self._remainder(ending), None
+            if self.compares_openings and self._reader.reads_alike and self._reader.agrees_on_start:
+                batches = self._compared(batches)
             yield from self._delivered(batches, reading, ending)
             reading.finished = True
         except GeneratorExit:  # the loop is left
@@ -142,6 +157,30 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
                 self._progress.leave()
                 self._reader.check_read(reading)
                 self.end_of_dataloader, self.others_read_on, self.remainder, self.rows = before
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches; after the first one, warn if this rank reads other samples than another one."""
+        store = self._world.store("openings")
+        # All ranks begin these passes together, so they count them alike.
+        self.compares_openings, number = False, store.add(f"times/{self._world.rank}", 1)
+        for batch in itertools.islice(batches, 1):
+            if (digest := self._reader.opening_digest) is not None:
+                # Without waiting for other ranks: the first rank to get here leaves its digest for the others.
+                left = store.compare_set(f"{number}", "", f"{digest} of {self._world.rank}").decode()
+                self._compare_opening(f"{digest}", *left.split(" of "))
+            yield batch
+        yield from batches
+
+    def _compare_opening(self, digest: str, first: str, rank: str) -> None:
+        if digest != first:
+            _logger.warning(
+                "Rank %d reads other samples of %s than rank %s. Each rank keeps only its part of what it reads, so "
+                "samples are missed or repeated. If the dataset already yields different samples on each rank, set its "
+                "attribute is_split_between_processes = True before prepare. If its samples are random, seed them "
+                "alike on all ranks.",
+                *(self._world.rank, type(self._reader.attribute("dataset")).__name__, rank),
+                main_process_only=False,
+            )
 
     def _delivered(self, batches: Iterator[Any], reading: Pass, ending: Ending) -> Iterator[Any]:
         progress, step, clock = self._progress, self._reader.step, time.perf_counter
