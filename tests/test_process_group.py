@@ -246,3 +246,30 @@ def test_nccl_on_the_cpu_is_refused() -> None:
         ),
     ):
         PartialState(backend="nccl")
+
+
+def test_objects_hold_tensors_of_all_types() -> None:
+    types = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.bool]
+
+    def tensors_of(rank: int) -> list[torch.Tensor]:
+        values = [
+            torch.tensor(rank),
+            torch.zeros(0, 2),
+            torch.tensor([[1, 2, rank], [3, 4, 5]]).t(),
+            torch.arange(9)[:1],
+        ]
+        return [value.to(dtype) for value in values for dtype in types]
+
+    def body() -> None:
+        group = PartialState(cpu=True).group
+        expected = [tensors_of(rank) for rank in range(2)]
+        own, other = expected[group.rank], expected[1 - group.rank]
+        for found, wanted in (
+            (group.all_gather_objects(own)[1 - group.rank], other),
+            (group.broadcast_objects([own], source=1)[0], expected[1]),
+            (group.scatter_objects(expected if group.rank == 0 else None), own),
+        ):
+            assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in wanted]
+            assert [tensor.double().tolist() for tensor in found] == [tensor.double().tolist() for tensor in wanted]
+
+    run_world(body, num_processes=2)

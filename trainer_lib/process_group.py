@@ -5,12 +5,15 @@ There is always a group: `LoneProcess` is a world of one, so callers need not ch
 
 import atexit
 import contextlib
+import copyreg
+import io
 import itertools
 import os
 import pickle
 import socket
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -232,7 +235,7 @@ class TorchProcesses:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks."""
-        pickled = pickle.dumps(value)
+        pickled = _pickled(value)
         messages = self._all_gather_bytes(_first_message(pickled), _FIRST_MESSAGE)
         longest = max(map(_length, messages))
         if longest > _LONGEST_IN_FIRST:
@@ -244,7 +247,7 @@ class TorchProcesses:
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Overwrite the list with that of one rank."""
         _check_rank(source, self.size)
-        pickled = pickle.dumps(list(values)) if self.rank == source else b""
+        pickled = _pickled(list(values)) if self.rank == source else b""
         message = self._broadcast_bytes(_first_message(pickled), _FIRST_MESSAGE, source)
         length = _length(message)
         data = self._broadcast_bytes(pickled, length, source) if length > _LONGEST_IN_FIRST else message[_HEADER:]
@@ -255,10 +258,15 @@ class TorchProcesses:
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
         """Return this rank's object of those that rank `source` passes."""
         _check_rank(source, self.size)
-        received: list[Any] = [None]
-        sent = None if values is None else list(values)
-        dist.scatter_object_list(received, sent, group_src=source, group=self._group)
-        return received[0]
+        pickles = [_pickled(value) for value in values or ()]
+        lengths = torch.tensor([*map(len, pickles)] or [0] * self.size, device=self._message_device)
+        dist.broadcast(lengths, group_src=source, group=self._group)
+        longest = int(lengths.max())
+        received = self._message(b"", longest)
+        sent = [self._message(pickled, longest) for pickled in pickles]
+        dist.scatter(received, sent or None, group_src=source, group=self._group)
+        data = received.cpu().numpy().data[: int(lengths[self.rank])]
+        return pickle.loads(data)  # noqa: S301 - by a rank of this program
 
     def store(self, name: str) -> dist.Store:
         """Return the part of the world's store under this name for these ranks."""
@@ -532,6 +540,32 @@ def _backend(device: torch.device, requested: str | None) -> str:
     if device.type == "cpu" and needs_accelerator(requested):
         raise ConfigurationError(f"backend={requested!r} does not work on the CPU. Use 'gloo', or leave it out.")
     return requested
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _reduced_tensor(tensor: Tensor) -> Any:
+    """Return how to pickle a tensor. torch cannot read pickles of its newer types, such as uint16 and float8."""
+    if tensor.dtype in _TYPES_IN_PICKLES or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    return _tensor_of_bytes, (as_bytes(tensor.detach().cpu()), tensor.dtype, tensor.shape)
+
+
+def _tensor_of_bytes(values: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return values.view(dtype).reshape(shape)
+
+
+_TYPES_IN_PICKLES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
+    | {torch.float32, torch.float64, torch.complex64, torch.complex128, torch.qint8, torch.quint8, torch.qint32}
+)
+_REDUCERS = ChainMap[type, Any]({Tensor: _reduced_tensor}, copyreg.dispatch_table)
 
 
 def _first_message(pickled: bytes) -> bytes:
