@@ -11,7 +11,7 @@ from transformers import BatchEncoding
 from tests.collectives.trees import Batch, Point, nested
 from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
-from trainer_lib.collectives import gather_rows
+from trainer_lib.collectives import gather, gather_rows
 from trainer_lib.foundation.pytree import tensors
 from trainer_lib.state import PartialState
 
@@ -111,6 +111,26 @@ def test_nobody_has_rows(everywhere: Everywhere) -> None:
         assert gather_rows(torch.ones(0, 3)).shape == (0, 3)
 
     everywhere(body)
+
+
+class Table(dict[str, torch.Tensor]):
+    """Columns of one row."""
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        if len(value) > 1:
+            raise RuntimeError("another number of rows")
+        super().__setitem__(key, value)
+
+
+def test_a_container_that_refuses_more_rows_is_an_error_with_the_way_out() -> None:
+    def body() -> list[int]:
+        table = Table(ids=torch.tensor([PartialState().process_index]))
+        for operation in (gather, gather_rows):
+            with pytest.raises(TypeError, match=r"A Table refuses .* \(another number of rows\)\. Pass a dict of them"):
+                operation(table)
+        return gather_rows(dict(table))["ids"].tolist()
+
+    assert run_world(body, num_processes=2) == [[0, 1]] * 2
 
 
 @pytest.mark.parametrize(

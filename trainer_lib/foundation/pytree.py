@@ -303,8 +303,15 @@ def _rebuilt_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any
     if isinstance(original, MutableMapping):
         # A copy keeps what a constructor would lose: a default factory, a tokenizer's encodings.
         rebuilt = copy.copy(original)
-        for key, value in values.items():
-            rebuilt[key] = value
+        try:
+            for key, value in values.items():
+                rebuilt[key] = value
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = type(original).__name__
+            raise TypeError(
+                f"A {kind} refuses the results for its values, which may have another number of rows ({error}). Pass a "
+                "dict of them: dict(batch), or batch.to_dict() for a TensorDict."
+            ) from error
         return rebuilt
     return type(original)(values)  # type: ignore[call-arg]
 
