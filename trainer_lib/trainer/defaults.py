@@ -244,32 +244,36 @@ def evaluation_output(
     trainer: TrainerInterface, model: Any, batch: Any, keeps_outputs: bool = True
 ) -> EvaluationOutput:
     """Return loss, predictions and labels of a batch; predictions that are not kept are freed, or never converted."""
+    loss = trainer.parts.loss
+    if not (trainer.args.predict_with_generate or loss.is_overridden):
+        labels = targets_of(batch, trainer.args.label_names)
+        outputs, value = loss.evaluate(model, batch, keeps_outputs)
+        if value is not None:
+            return _output(trainer, batch, value, labels)
+        return EvaluationOutput(predictions=predictions_of(outputs), labels=labels, ignored_label=loss.ignored_label)
     with trainer.parts.means.apart(batch) as logged:
-        generates = trainer.args.predict_with_generate
-        output = _generated(trainer, model, batch) if generates else _output(trainer, model, batch, keeps_outputs)
+        if trainer.args.predict_with_generate:
+            output = _generated(trainer, model, batch)
+        else:
+            labels = targets_of(batch, trainer.args.label_names)
+            output = _output(trainer, batch, trainer.compute_loss(model, batch), labels)
     return dataclasses.replace(output, logged=logged) if logged else output
 
 
-def _output(trainer: TrainerInterface, model: Any, batch: Any, keeps_outputs: bool) -> EvaluationOutput:
-    labels = targets_of(batch, trainer.args.label_names)
-    loss = trainer.parts.loss
-    if loss.is_overridden:
-        value = trainer.compute_loss(model, batch)
-    else:
-        outputs, value = loss.evaluate(model, batch, keeps_outputs)
-        if value is None:  # nothing to compare with
-            return EvaluationOutput(
-                predictions=predictions_of(outputs), labels=labels, ignored_label=loss.ignored_label
-            )
+def _output(trainer: TrainerInterface, batch: Any, value: Any, labels: Any) -> EvaluationOutput:
+    loss, logged = trainer.parts.loss, None
     result = loss.as_result(value, batch)
     weight = 0.0 if result.weight is None else result.weight
-    trainer.parts.means.add_all(result.logs, weight)
+    if result.logs is not None:
+        with trainer.parts.means.apart(batch) as logged:
+            trainer.parts.means.add_all(result.logs, weight)
     return EvaluationOutput(
         loss_sum=result.loss,
         weight=weight,
         predictions=predictions_of(result.outputs),
         labels=labels,
         ignored_label=loss.ignored_label,
+        logged=logged,
     )
 
 

@@ -213,9 +213,13 @@ class Evaluator:
         for parts in outputs:
             batches += 1
             for part in parts:
-                for metric in local:
-                    with _naming(metric, name, batches, part):
-                        metric.update(part)
+                updated = metrics[0]
+                try:
+                    for updated in local:
+                        updated.update(part)
+                except Exception as error:
+                    _add_note(error, updated, name, batches, part)
+                    raise
                 del part  # the next batch needs the memory of its predictions
             gatherer.add(parts)
         is_interrupted = self._batches.is_interrupted
@@ -293,18 +297,13 @@ class _RankReport(NamedTuple):
         return self.states[index] is not None
 
 
-@contextmanager
-def _naming(metric: Metric, of_set: str, batch: int, output: EvaluationOutput) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        from trainer_lib.trainer.safety.error_context import described
+def _add_note(error: Exception, metric: Metric, of_set: str, batch: int, output: EvaluationOutput) -> None:
+    from trainer_lib.trainer.safety.error_context import described
 
-        error.add_note(
-            f"In the metric {metric.name!r}, in batch {batch} of {_set_label(of_set)}, with predictions "
-            f"{described(output.predictions)} and labels {described(output.labels)}."
-        )
-        raise
+    error.add_note(
+        f"In the metric {metric.name!r}, in batch {batch} of {_set_label(of_set)}, with predictions "
+        f"{described(output.predictions)} and labels {described(output.labels)}."
+    )
 
 
 @contextmanager
