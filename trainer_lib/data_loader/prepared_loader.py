@@ -81,7 +81,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         }
     )
 
-    compares_openings = True  # whether to warn if the first stream of a rank begins with other samples
+    compares_openings: bool = True  # whether to warn if the first stream of a rank begins with other samples
     samples_in_round: int | None  # of all ranks, without repeats; None: unknown to a single rank
     quarantine: Quarantine | None
     _reader: Reader

@@ -44,7 +44,7 @@ class Trigger:
         self._rounding = _TINY if amount.unit == "epochs" else 0.0
         position: Callable[[Any], float] = self._seconds if self.is_timed else attrgetter(_COUNTS[amount.unit])
         self._position = position
-        self.done = self._rounding
+        self.done: float = self._rounding
         self._began = time.monotonic()
 
     @property

@@ -69,8 +69,8 @@ class Plan:
         check_count("num_processes", self.num_processes)
         if self.num_processes > _MOST_PROCESSES:
             raise ConfigurationError(
-                f"num_processes must be at most {_MOST_PROCESSES} on a machine (got {self.num_processes}). Each process "
-                "needs a device, or a core, and some 300 MB of memory of its own."
+                f"num_processes must be at most {_MOST_PROCESSES} on a machine (got {self.num_processes}). Each needs "
+                "a device, or a core, and some 300 MB of memory of its own."
             )
         check_count("num_machines", self.num_machines)
         check_count("machine_rank", self.machine_rank, at_least=0)

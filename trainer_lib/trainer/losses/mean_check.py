@@ -109,7 +109,7 @@ class MeanCheck:
         is_needed: Callable[[], bool],
     ) -> None:
         self._bare, self._count, self._label_names, self._is_needed = bare, count, label_names, is_needed
-        self.is_done = False
+        self.is_done: bool = False
         self._batches = 0  # that a loss function was checked with
 
     def check_model(self, loss_of: ComputeLoss, batch: Any) -> None:
