@@ -13,7 +13,6 @@ import pickle
 import socket
 import sys
 import time
-from collections import ChainMap
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -545,7 +544,7 @@ def _backend(device: torch.device, requested: str | None) -> str:
 def _pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer)
-    pickler.dispatch_table = _REDUCERS
+    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced_tensor}
     pickler.dump(value)
     return buffer.getvalue()
 
@@ -565,7 +564,6 @@ _TYPES_IN_PICKLES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
     | {torch.float32, torch.float64, torch.complex64, torch.complex128, torch.qint8, torch.quint8, torch.qint32}
 )
-_REDUCERS = ChainMap[type, Any]({Tensor: _reduced_tensor}, copyreg.dispatch_table)
 
 
 def _first_message(pickled: bytes) -> bytes:
