@@ -6,21 +6,17 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.batch_fields import as_mapping
-
-
-def base_model(model: Any) -> Any:
-    """Return the model within an adapter of PEFT, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+from trainer_lib.modules.unwrapping import without_adapter
 
 
 def takes_positions(model: nn.Module) -> bool:
     """Whether the model takes `position_ids`, which a part of a sequence needs."""
-    return "position_ids" in inspect.signature(base_model(model).forward).parameters
+    return "position_ids" in inspect.signature(without_adapter(model).forward).parameters
 
 
 def separates_documents(model: nn.Module, batch: Any) -> bool:
     """Whether attention stays within documents: in models of transformers, unless they use a cache."""
-    base = base_model(model)
+    base = without_adapter(model)
     if not any(kind.__name__ == "PreTrainedModel" for kind in type(base).__mro__):
         return False
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

@@ -1,4 +1,6 @@
-"""Unwrap the user's model from DDP, torch.compile and mixed precision."""
+"""Unwrap the user's model from DDP, torch.compile, mixed precision and adapters."""
+
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -39,6 +41,11 @@ def inside_wrappers(model: nn.Module) -> nn.Module:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
     return model
+
+
+def without_adapter(model: Any) -> Any:
+    """Return the model within an adapter of PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_compiled_module(module: nn.Module) -> bool:

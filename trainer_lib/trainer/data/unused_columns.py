@@ -7,6 +7,7 @@ from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.forwards import forward_signature
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _LABELS = ("label", "label_ids", "labels")
@@ -15,12 +16,8 @@ _LABELS = ("label", "label_ids", "labels")
 def used_columns(trainer: TrainerInterface) -> frozenset[str]:
     """Return the names of the arguments of the model's forward, and of labels."""
     models = [trainer.model] if isinstance(trainer.model, nn.Module) else trainer.model.values()
-    names = {name for model in models for name in forward_signature(_without_adapter(model)).parameters}
+    names = {name for model in models for name in forward_signature(without_adapter(model)).parameters}
     return frozenset({*names, *_LABELS, *(trainer.args.label_names or ())})
-
-
-def _without_adapter(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # below an adapter of PEFT
 
 
 class DropUnusedColumns:

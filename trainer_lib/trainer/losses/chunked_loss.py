@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX, SHIFTED_LABELS
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.linear_cross_entropy import linear_cross_entropy
 
@@ -104,7 +105,7 @@ class ChunkedLoss:
 
 def _causal_model(model: nn.Module) -> tuple[Any, Any]:
     """Return the model of transformers and its output layer."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # of PEFT
+    inner = without_adapter(model)
     get_head = getattr(inner, "get_output_embeddings", None)
     loss = getattr(getattr(inner, "loss_function", None), "__name__", None)
     head = get_head() if callable(get_head) else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX, targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.evaluation.eval_mode import evaluating
 from trainer_lib.trainer.losses.model_io import call_model, loss_of
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
@@ -92,7 +93,7 @@ def shifts_labels(bare: nn.Module, batch: Any, label_names: Sequence[str] | None
 
 def is_shifted_by_name(bare: nn.Module) -> bool:
     """Whether the class name is one of models that shift their labels."""
-    inner = inner_model(bare)
+    inner = without_adapter(bare)
     name = type(inner).__name__
     return getattr(inner, "loss_type", None) == "ForCausalLM" or name.endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -111,11 +112,6 @@ def device_of(bare: nn.Module) -> torch.device:
     return next((parameter.device for parameter in bare.parameters()), torch.device("cpu"))
 
 
-def inner_model(bare: nn.Module) -> Any:
-    """Return the model inside an adapter of PEFT, or the model itself."""
-    return bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # type: ignore[operator]  # of PEFT
-
-
 def is_from_transformers(bare: nn.Module) -> bool:
     """Whether a model is from transformers, where all models ignore the label -100."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(inner_model(bare)).__mro__)
+    return any(base.__name__ == "PreTrainedModel" for base in type(without_adapter(bare)).__mro__)

@@ -4,6 +4,7 @@ from torch import nn
 
 from trainer_lib.foundation.errors import MissingPackageError, UnsupportedError
 from trainer_lib.foundation.imports import is_package_available, pip_install
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.losses.label_shift import is_from_transformers
 
 
@@ -37,5 +38,4 @@ def apply_liger_kernels(model: nn.Module, device_type: str) -> None:
         _apply_liger_kernel_to_instance,  # pyright: ignore[reportPrivateUsage]
     )
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # of PEFT
-    _apply_liger_kernel_to_instance(model=base)
+    _apply_liger_kernel_to_instance(model=without_adapter(model))

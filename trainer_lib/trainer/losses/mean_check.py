@@ -116,7 +116,8 @@ class MeanCheck:
         """Check the loss that a model returns."""
         if not self._is_due():
             return
-        from trainer_lib.trainer.losses.label_shift import inner_model, is_from_transformers, probing
+        from trainer_lib.modules.unwrapping import without_adapter
+        from trainer_lib.trainer.losses.label_shift import is_from_transformers, probing
         from trainer_lib.trainer.losses.model_labels import averages_samples
 
         if is_from_transformers(self._bare):
@@ -125,7 +126,7 @@ class MeanCheck:
                 is_mean = not has_more and self._measure(loss_of, self._count, batch, masks=True)
             self.is_done = True
             remedy = _SUM_OF_CTC if averages_samples(self._bare) else _OF_MODEL
-            self._warn(type(inner_model(self._bare)).__name__, is_mean, remedy)
+            self._warn(type(without_adapter(self._bare)).__name__, is_mean, remedy)
 
     def check_function(self, loss_fn: Any, mean: Callable[..., Any], name: str, whole: tuple[Any, Any, Any]) -> None:
         """Check a loss function, which `mean` calls with a batch, a model's outputs for it, and its targets."""

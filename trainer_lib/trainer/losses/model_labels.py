@@ -3,7 +3,8 @@
 from torch import nn
 
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX
-from trainer_lib.trainer.losses.label_shift import inner_model, is_from_transformers
+from trainer_lib.modules.unwrapping import without_adapter
+from trainer_lib.trainer.losses.label_shift import is_from_transformers
 
 _SEGMENTATION = "ForSemanticSegmentation"
 _IGNORED_LABELS = "semantic_loss_ignore_index", "loss_ignore_index"  # as the configurations call it
@@ -18,7 +19,7 @@ def label_ignored_by(bare: nn.Module) -> int:
     """
     if not _is_model(bare, _SEGMENTATION):
         return IGNORE_INDEX
-    config = getattr(inner_model(bare), "config", None)
+    config = getattr(without_adapter(bare), "config", None)
     if getattr(config, "num_labels", None) == 1:  # SegFormer then averages over all pixels, of which some count 0
         return IGNORE_INDEX
     labels = (getattr(config, name, None) for name in _IGNORED_LABELS)
@@ -31,5 +32,5 @@ def averages_samples(bare: nn.Module) -> bool:
 
 
 def _is_model(bare: nn.Module, ending: str) -> bool:
-    kinds = type(inner_model(bare)).__mro__
+    kinds = type(without_adapter(bare)).__mro__
     return is_from_transformers(bare) and any(kind.__name__.endswith(ending) for kind in kinds)

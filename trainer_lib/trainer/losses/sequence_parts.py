@@ -8,8 +8,9 @@ from torch import nn
 
 from trainer_lib.context_parallel.batch import BatchCut, BatchPart, first_positions
 from trainer_lib.context_parallel.context_parallel import ContextParallel
-from trainer_lib.context_parallel.model_inputs import base_model, separates_documents, takes_positions
+from trainer_lib.context_parallel.model_inputs import separates_documents, takes_positions
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.strategies.base import Surroundings
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.losses.label_shift import probing
@@ -87,7 +88,7 @@ class SequenceParts:
 
     def _cut_for(self, bare: nn.Module, batch: Any, shifts: bool) -> BatchCut:
         loss_fn = self._trainer.loss_fn
-        if shifts and loss_fn is None and not hasattr(base_model(bare), "loss_function"):
+        if shifts and loss_fn is None and not hasattr(without_adapter(bare), "loss_function"):
             raise ConfigurationError(
                 f"{type(bare).__name__} shifts labels itself, which it cannot do on a part of a sequence. Give "
                 "Trainer(loss_fn=torch.nn.functional.cross_entropy) with labels that the dataset has shifted already "

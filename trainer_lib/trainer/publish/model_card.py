@@ -14,6 +14,7 @@ import yaml
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.tracking.secrets import masked
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.defaults import prepare_models
@@ -120,7 +121,7 @@ def _base_of(model: Any) -> str | None:
 
 
 def _inner_name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return type(without_adapter(model)).__name__
 
 
 def _datasets_of(trainer: TrainerInterface) -> list[str]:
