@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
 
 def _die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Do as `foundation.parents`, which cannot be imported here."""
+    """Do as `processes.parent_death`, which cannot be imported here."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent died before this call

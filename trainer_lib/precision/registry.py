@@ -41,19 +41,20 @@ def choose_precision(
         _logger.warning_once("GradScalerKwargs are ignored: only 'fp16' scales the loss (mixed_precision is %r).", name)
     if name == "no":
         return FullPrecision()
+    autocast = autocast or AutocastKwargs()
     if name == "bf16":
-        return Autocast(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
+        return Autocast(name, torch.bfloat16, device_type, autocast)
     if name == "bf16-true":
-        return TrueBfloat16(name, torch.bfloat16, device_type, autocast or AutocastKwargs())
+        return TrueBfloat16(name, torch.bfloat16, device_type, autocast)
     if name == "fp16":
         if not computes_in_fp16(device_type):
             raise UnsupportedError(
                 f"mixed_precision='fp16' does not work on {device_type} devices, which compute in bf16. Use "
                 "mixed_precision='bf16'."
             )
-        return ScaledAutocast(device_type, autocast or AutocastKwargs(), scaler or GradScalerKwargs())
+        return ScaledAutocast(device_type, autocast, scaler or GradScalerKwargs())
     if name == "fp8":
-        return _fp8(device_type, autocast or AutocastKwargs(), fp8)
+        return _fp8(device_type, autocast, fp8)
     raise ConfigurationError(unknown("precision", name, PRECISIONS))
 
 
