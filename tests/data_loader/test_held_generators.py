@@ -200,6 +200,14 @@ def test_a_state_of_another_kind_is_left_out() -> None:
     assert jitter.rng.random() == np.random.Generator(np.random.SFC64(0)).random()
 
 
+def test_much_data_does_not_hide_them() -> None:
+    samples: Any = Transformed(None)
+    samples.rows = [[[number] for number in range(100)] for _ in range(100)]  # more than are looked into
+    samples.augment = Compose(Compose(Jitter()))
+    (path,) = HeldGenerators({"dataset": samples}).by_path()
+    assert path == "dataset.augment.transforms[0].transforms[0].rng"
+
+
 def test_global_generators_are_not_among_them() -> None:
     in_torch = partial(torch.rand, generator=torch.default_generator)
     drawing: list[Any] = [random.uniform, np.random.normal, in_torch]

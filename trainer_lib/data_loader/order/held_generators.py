@@ -8,12 +8,14 @@ import os
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainer_lib.data_loader.order.data_rng import generator_types, is_global
@@ -22,7 +24,13 @@ from trainer_lib.foundation.signatures import names_in
 
 _MOST_OBJECTS = 4096
 _LONGEST = 256  # longer containers hold data, not transforms
-_PLAIN = (bool, int, float, complex, str, bytes, type, types.ModuleType, torch.Tensor, np.ndarray, DataLoader)
+_CONTAINERS = (dict, list, tuple)
+_DATA = frozenset({bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray})
+_PARTS_OF_MODULES = vars(nn.Module()).keys() - {"_modules"}  # parameters, buffers, hooks
+_PLAIN = (*_DATA, type, types.ModuleType, DataLoader)
+
+
+_Place = tuple[str, str, Any, Any, Any]  # the holder's path, how it continues, the holder, the key, the value
 
 
 class Held(NamedTuple):
@@ -95,18 +103,23 @@ class HeldGenerators:
         found: dict[str, Held] = {}
         empty: dict[str, tuple[Any, Any]] = {}
         seen: dict[int, Any] = {}  # the objects too, so that no other one gets the address of one that ends
-        left = deque((name, None, name, root) for name, root in self._roots.items())
-        while left and len(seen) < _MOST_OBJECTS:
-            path, holder, key, value = left.popleft()
+        near, far = deque[_Place](), deque[_Place]()  # far: containers in containers, which most often hold data
+        near.extend(("", "{}", None, name, root) for name, root in self._roots.items())
+        while (near or far) and len(seen) < _MOST_OBJECTS:
+            path, step, holder, key, value = (near or far).popleft()
             if value is None:
-                empty[path] = holder, key
+                empty[path + step.format(key)] = holder, key
             elif not isinstance(value, _PLAIN) and id(value) not in seen:
                 seen[id(value)] = value
+                path += step.format(key)
                 if isinstance(value, generator_types()):
                     if not is_global(value):
                         found[path] = Held(holder, key, value)
-                else:
-                    left.extend((path + step, value, key, part) for step, key, part in _parts(value))
+                    continue
+                for step, name, part in _parts(value):
+                    if type(part) not in _DATA:
+                        is_far = isinstance(part, _CONTAINERS) and isinstance(value, _CONTAINERS)
+                        (far if is_far else near).append((path, step, value, name, part))
         return found, empty
 
 
@@ -128,24 +141,31 @@ def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, dict):
         entries = cast("dict[Any, Any]", value)
         if len(entries) <= _LONGEST:
-            yield from ((f"[{key!r}]", key, part) for key, part in entries.copy().items())
-    elif isinstance(value, (list, tuple)):
+            yield from (("[{!r}]", key, part) for key, part in entries.copy().items())
+        return
+    if isinstance(value, (list, tuple)):
         parts = cast("list[Any]", value)
         if len(parts) <= _LONGEST or isinstance(parts[0], Dataset):  # such as those of ConcatDataset
-            yield from ((f"[{index}]", index, part) for index, part in enumerate(parts))
-    elif isinstance(value, functools.partial):
-        yield from ((f".{name}", name, getattr(value, name)) for name in ("func", "args", "keywords"))
+            yield from (("[{}]", index, part) for index, part in enumerate(parts))
+        return
+    if isinstance(value, functools.partial):
+        named: Iterable[tuple[str, Any]] = ((name, getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
-        yield ".__self__", "__self__", value.__self__
+        named = [("__self__", value.__self__)]
     elif isinstance(value, types.FunctionType):
-        yield from ((f".{name}", name, part) for name, part in _used_by(value))
+        named = _used_by(value)
     else:
-        yield from ((f".{name}", name, part) for name, part in {**_of_class(type(value)), **_vars(value)}.items())
-        yield from ((f".{name}", name, part) for function in _methods(type(value)) for name, part in _globals(function))
+        used = (part for function in _methods(type(value)) for part in _globals(function))
+        named = chain({**_of_class(type(value)), **_vars(value)}.items(), used)
+    yield from ((".{}", name, part) for name, part in named)
 
 
 def _vars(value: Any) -> dict[str, Any]:
-    return dict(cast("dict[str, Any]", getattr(value, "__dict__", {})))
+    attributes = dict(cast("dict[str, Any]", getattr(value, "__dict__", {})))
+    if isinstance(value, nn.Module):
+        for name in _PARTS_OF_MODULES:
+            attributes.pop(name, None)
+    return attributes
 
 
 @functools.cache
