@@ -38,6 +38,16 @@ class JitterOfClass:
         return float(sample + self.rng.random_sample())
 
 
+class JitterInSlot:
+    __slots__ = ("rng",)
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, sample: Any) -> float:
+        return float(sample + self.rng.random())
+
+
 class Compose:
     def __init__(self, *transforms: Callable[[Any], Any]) -> None:
         self.transforms = transforms
@@ -118,6 +128,7 @@ def reset() -> None:
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "transform": lambda: DataLoader(Transformed(Jitter()), 3, collate_fn=list),
     "transforms in a list": lambda: DataLoader(Transformed(Compose(Jitter(1), Compose(Jitter(2)))), 3, collate_fn=list),
+    "slot": lambda: DataLoader(Transformed(Compose(JitterInSlot(3))), 3, collate_fn=list),
     "transform in a part": lambda: DataLoader(ConcatDataset([Transformed(Jitter()), Transformed(int)]), 3),
     "generator of a class": lambda: DataLoader(Transformed(JitterOfClass()), 3, collate_fn=list),
     "global transform": lambda: DataLoader(ByGlobals(), 3, collate_fn=list),

@@ -24,7 +24,7 @@ from trainer_lib.foundation.signatures import names_in
 
 _MOST_OBJECTS = 4096
 _LONGEST = 256  # longer containers hold data, not transforms
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple, deque)
 _DATA = frozenset({bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray})
 _PARTS_OF_MODULES = vars(nn.Module()).keys() - {"_modules"}  # parameters, buffers, hooks
 _PLAIN = (*_DATA, type, types.ModuleType, DataLoader)
@@ -143,7 +143,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
         if len(entries) <= _LONGEST:
             yield from (("[{!r}]", key, part) for key, part in entries.copy().items())
         return
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         parts = cast("list[Any]", value)
         if len(parts) <= _LONGEST or isinstance(parts[0], Dataset):  # such as those of ConcatDataset
             yield from (("[{}]", index, part) for index, part in enumerate(parts))
@@ -161,11 +161,19 @@ def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _vars(value: Any) -> dict[str, Any]:
-    attributes = dict(cast("dict[str, Any]", getattr(value, "__dict__", {})))
+    attributes = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    attributes |= cast("dict[str, Any]", getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
         for name in _PARTS_OF_MODULES:
             attributes.pop(name, None)
     return attributes
+
+
+@functools.cache
+def _slots(kind: type) -> list[str]:
+    slots = [vars(part).get("__slots__", ()) for part in kind.__mro__]
+    names = chain.from_iterable([part] if isinstance(part, str) else part for part in slots)
+    return [name for name in names if not name.startswith("__")]
 
 
 @functools.cache
@@ -214,7 +222,7 @@ def _is_of_library(function: types.FunctionType) -> bool:
 def _put(holder: Any, key: Any, value: Any) -> None:
     """Set an attribute or an entry, where that is possible."""
     with suppress(AttributeError, TypeError):
-        if isinstance(holder, (dict, list)):
+        if isinstance(holder, (dict, list, deque)):
             holder[key] = value
         else:
             setattr(holder, key, value)
