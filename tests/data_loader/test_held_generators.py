@@ -211,6 +211,31 @@ def test_a_state_of_another_kind_is_left_out() -> None:
     assert jitter.rng.random() == np.random.Generator(np.random.SFC64(0)).random()
 
 
+class Awkward(dict[str, Any]):
+    """A mapping that can be neither copied nor listed."""
+
+    def items(self) -> Any:
+        raise AssertionError
+
+    copy = __len__ = __iter__ = items
+
+
+class Proxy:
+    """An object whose attributes and class are those of another one that is not there yet."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_no_code_of_other_objects_is_called() -> None:
+    samples: Any = Transformed(Jitter())
+    samples.awkward, samples.proxy = Awkward(inner=Jitter()), Proxy()
+    samples.accelerator = Accelerator(cpu=True)
+    vars(samples.accelerator)["rng"] = random.Random(0)
+    paths = HeldGenerators({"dataset": samples}).by_path()
+    assert [*paths] == ["dataset.transform.rng", "dataset.awkward['inner'].rng"]
+
+
 def test_much_data_does_not_hide_them() -> None:
     samples: Any = Transformed(None)
     samples.rows = [[[number] for number in range(100)] for _ in range(100)]  # more than are looked into

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ _LONGEST = 256  # longer containers hold data, not transforms
 _CONTAINERS = (dict, list, tuple, deque)
 _DATA = frozenset({bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray})
 _PARTS_OF_MODULES = vars(nn.Module()).keys() - {"_modules"}  # parameters, buffers, hooks
+_ENGINES = {"trainer_lib.accelerator.accelerator", "trainer_lib.trainer.trainer"}
 _PLAIN = (*_DATA, type, types.ModuleType, DataLoader)
 
 
@@ -109,16 +110,16 @@ class HeldGenerators:
             path, step, holder, key, value = (near or far).popleft()
             if value is None:
                 empty[path + step.format(key)] = holder, key
-            elif not isinstance(value, _PLAIN) and id(value) not in seen:
+            elif id(value) not in seen and not _is_left_out(type(value)):
                 seen[id(value)] = value
                 path += step.format(key)
-                if isinstance(value, generator_types()):
+                if issubclass(type(value), generator_types()):
                     if not is_global(value):
                         found[path] = Held(holder, key, value)
                     continue
                 for step, name, part in _parts(value):
                     if type(part) not in _DATA:
-                        is_far = isinstance(part, _CONTAINERS) and isinstance(value, _CONTAINERS)
+                        is_far = issubclass(type(part), _CONTAINERS) and issubclass(type(value), _CONTAINERS)
                         (far if is_far else near).append((path, step, value, name, part))
         return found, empty
 
@@ -137,43 +138,56 @@ def generators_of_dataset(dataset: Any) -> list[Any]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the parts of an object: how its path continues, its attribute or entry, and the part."""
-    if isinstance(value, dict):
-        entries = cast("dict[Any, Any]", value)
-        if len(entries) <= _LONGEST:
-            yield from (("[{!r}]", key, part) for key, part in entries.copy().items())
+    """Yield the parts of an object: how its path continues, its attribute or entry, and the part.
+
+    No code of the object's class is called: it may be a proxy, or have other effects.
+    """
+    kind = type(value)
+    if issubclass(kind, dict):
+        if dict.__len__(value) <= _LONGEST:
+            yield from (("[{!r}]", key, part) for key, part in list(dict.items(value)))
         return
-    if isinstance(value, (list, tuple, deque)):
-        parts = cast("list[Any]", value)
-        if len(parts) <= _LONGEST or isinstance(parts[0], Dataset):  # such as those of ConcatDataset
-            yield from (("[{}]", index, part) for index, part in enumerate(parts))
-        return
-    if isinstance(value, functools.partial):
+    for sequence in (list, tuple, deque):
+        if issubclass(kind, sequence):
+            parts: list[Any] = list(sequence.__iter__(value))
+            if len(parts) <= _LONGEST or isinstance(parts[0], Dataset):  # such as those of ConcatDataset
+                yield from (("[{}]", index, part) for index, part in enumerate(parts))
+            return
+    if issubclass(kind, functools.partial):
         named: Iterable[tuple[str, Any]] = ((name, getattr(value, name)) for name in ("func", "args", "keywords"))
-    elif isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+    elif issubclass(kind, (types.MethodType, types.BuiltinMethodType)):
         named = [("__self__", value.__self__)]
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(kind, types.FunctionType):
         named = _used_by(value)
     else:
-        used = (part for function in _methods(type(value)) for part in _globals(function))
-        named = chain({**_of_class(type(value)), **_vars(value)}.items(), used)
+        used = (part for function in _methods(kind) for part in _globals(function))
+        named = chain({**_of_class(kind), **_vars(value)}.items(), used)
     yield from ((".{}", name, part) for name, part in named)
 
 
 def _vars(value: Any) -> dict[str, Any]:
-    attributes = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
-    attributes |= cast("dict[str, Any]", getattr(value, "__dict__", {}))
-    if isinstance(value, nn.Module):
+    attributes: dict[str, Any] = {}
+    for slot in _slots(type(value)):
+        with suppress(AttributeError):  # not set
+            attributes[slot.__name__] = slot.__get__(value)
+    with suppress(AttributeError):
+        attributes |= object.__getattribute__(value, "__dict__")
+    if issubclass(type(value), nn.Module):
         for name in _PARTS_OF_MODULES:
             attributes.pop(name, None)
     return attributes
 
 
 @functools.cache
-def _slots(kind: type) -> list[str]:
-    slots = [vars(part).get("__slots__", ()) for part in kind.__mro__]
-    names = chain.from_iterable([part] if isinstance(part, str) else part for part in slots)
-    return [name for name in names if not name.startswith("__")]
+def _is_left_out(kind: type) -> bool:
+    """Whether objects of a class hold data, or what reads it and trains with it."""
+    return issubclass(kind, _PLAIN) or any(part.__module__ in _ENGINES for part in kind.__mro__)
+
+
+@functools.cache
+def _slots(kind: type) -> list[Any]:
+    members = [vars(part).get(name) for part in kind.__mro__ for name in vars(part).get("__slots__", ())]
+    return [member for member in members if isinstance(member, types.MemberDescriptorType)]
 
 
 @functools.cache
@@ -206,7 +220,8 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     defined = function.__globals__
     for name in sorted(names_in(function.__code__) & defined.keys()):
         value = defined[name]
-        if isinstance(value, generator_types()) or (callable(value) and not isinstance(value, type)):
+        kind = type(value)
+        if issubclass(kind, generator_types()) or (callable(value) and not issubclass(kind, type)):
             yield name, value
 
 
