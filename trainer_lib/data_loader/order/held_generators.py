@@ -149,9 +149,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
         return
     for sequence in (list, tuple, deque):
         if issubclass(kind, sequence):
-            parts: list[Any] = list(sequence.__iter__(value))
-            if len(parts) <= _LONGEST or isinstance(parts[0], Dataset):  # such as those of ConcatDataset
-                yield from (("[{}]", index, part) for index, part in enumerate(parts))
+            # Long ones are read for datasets alone, such as those of ConcatDataset.
+            if sequence.__len__(value) <= _LONGEST or issubclass(type(sequence.__getitem__(value, 0)), Dataset):
+                yield from (("[{}]", index, part) for index, part in enumerate(list(sequence.__iter__(value))))
             return
     if issubclass(kind, functools.partial):
         named: Iterable[tuple[str, Any]] = ((name, getattr(value, name)) for name in ("func", "args", "keywords"))
