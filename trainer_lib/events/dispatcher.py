@@ -13,6 +13,8 @@ from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
 
+_OF_EVALUATIONS = frozenset(name for name in EVENTS if name.startswith("on_evaluate"))
+
 Handler = Callable[..., None]
 
 
@@ -140,6 +142,13 @@ class Dispatcher:
         yield
         for key, state in states.items():
             observers[key].load_state_dict(state)
+
+    def states_before_evaluation(self) -> dict[str, Any]:
+        """Return copies of the states that the events of an evaluation may change, by key; empty ones too."""
+        listeners = {id(callback) for name in _OF_EVALUATIONS for callback, _ in self.handlers.get(name, ())}
+        callbacks = {key: callback for key, callback in self._by_key().items() if id(callback) in listeners}
+        states = copy.deepcopy(self._states(callbacks))
+        return {key: states.get(key, {}) for key in callbacks}
 
     def _states(self, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
         states: dict[str, Any] = {}

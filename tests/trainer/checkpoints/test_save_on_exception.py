@@ -1,5 +1,6 @@
 """An error between two updates loses no update: the state after the last update is saved and resumes bit for bit."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.trainer.checkpoints.test_resume import OPTIONS, outcome
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import PartialState
+from trainer_lib.callbacks import EarlyStopping
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.launchers import ProcessFailedError
@@ -137,6 +139,45 @@ def test_an_evaluation_and_a_log_of_which_a_callback_raised_are_in_the_history_o
     assert isinstance(raising("parts", raises=True), ArithmeticError)
     assert saved(tmp_path / "parts") == [step]
     assert raising("parts", "auto") == whole
+
+
+class Counts(Modifier):
+    """Counts batches and ends of evaluations, and logs; may raise at one."""
+
+    def __init__(self, fails_at: tuple[str, int] | None) -> None:
+        self.batches, self.ends, self._fails_at = 0, list[int](), fails_at
+
+    def on_evaluate_batch_end(self, run: Run) -> None:
+        self.batches += 1
+        run.log("batches", self.batches)
+        self._fail("batch", run)
+
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        self.ends.append(run.state.step)
+        self._fail("end", run)
+
+    def _fail(self, where: str, run: Run) -> None:
+        if self._fails_at == (where, run.state.step):
+            raise ArithmeticError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "ends": self.ends} if self.ends else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.batches, self.ends = state["batches"], list(state["ends"])
+
+
+@pytest.mark.parametrize("fails_at", [("end", 3), ("batch", 6), ("end", 6), ("end", 15)])
+def test_callbacks_count_an_evaluation_that_an_error_ended_once(fails_at: tuple[str, int], tmp_path: Path) -> None:
+    def counted(folder: str, resume: str = "never", *, fails: bool = False) -> Any:
+        counts, stopping = Counts(fails_at if fails else None), EarlyStopping(patience=50, min_delta=100.0)
+        ended = fit(tmp_path / folder, points(), resume, callbacks=[stopping, counts], eval_every=3, log_every=4)
+        return ended if fails else [ended, counts.batches, counts.ends, stopping.state_dict()]
+
+    whole = counted("whole")
+    assert isinstance(counted("parts", fails=True), ArithmeticError)
+    assert saved(tmp_path / "parts") == [fails_at[1]]
+    assert counted("parts", "auto") == whole
 
 
 def test_an_error_in_the_last_evaluation_loses_no_update(tmp_path: Path) -> None:

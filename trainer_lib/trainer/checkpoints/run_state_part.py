@@ -47,9 +47,10 @@ class RunStatePart:
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
         context, owed = self._context, self._owed.saved
+        callbacks = context.events.state_dict() | self._evaluations.states_before
         return {
             "run": context.run.state.state_dict(),
-            "callbacks": context.events.state_dict(),
+            "callbacks": {key: state for key, state in callbacks.items() if state},
             "averages": context.means.state_dict(),
             "updates_of_past_epochs": context.updates_in(context.run.state.epoch),
             **{name: part.state_dict() for name, part in self._parts.items()},

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from typing import Any
 
@@ -42,6 +43,8 @@ class FitEvaluations:
 
     Attributes:
         last: The sets of the last step with an evaluation, and their metrics.
+        states_before: The states of callbacks before an evaluation that did not end. They are saved instead of those
+            after a part of it, as the resumed run evaluates again.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class FitEvaluations:
         self._log, self._clock, self._deadline = log, clock, deadline
         self._schedulers = [scheduler for scheduler in self._run.schedulers.values() if is_metric_driven(scheduler)]
         self.last = Evaluated()
+        self.states_before: dict[str, Any] = {}
         if self._schedulers and self._plan.interval is None:
             _logger.warning(
                 "%s lowers the learning rate by the metric of evaluations, and there are none during training, so the "
@@ -127,7 +131,8 @@ class FitEvaluations:
         run.control.leaves = self._interruption()
         began = time.monotonic()
         try:
-            metrics = self._evaluate() if all(run.eval_sets.values()) else self._evaluate(chosen)
+            with self._undone_on_error():
+                metrics = self._evaluate() if all(run.eval_sets.values()) else self._evaluate(chosen)
         except EvaluationInterrupted:
             return False
         finally:
@@ -138,6 +143,19 @@ class FitEvaluations:
         state.history.append({"step": state.step, "epoch": state.epochs, **metrics})
         self._compare(metrics)
         return True
+
+    @contextmanager
+    def _undone_on_error(self) -> Generator[None]:
+        """Return the context of an evaluation: what it adds to logs and callbacks is not saved unless it ends."""
+        context = self._context
+        before = {} if context.folder is None else context.events.states_before_evaluation()
+        logged = context.means.mark()
+        try:
+            yield
+        except BaseException:
+            self.states_before = before
+            context.means.go_back(logged)
+            raise
 
     def _note(self, names: Iterable[str], metrics: Mapping[str, float]) -> None:
         run = self._run
