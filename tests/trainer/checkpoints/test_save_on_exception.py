@@ -141,6 +141,24 @@ def test_an_evaluation_and_a_log_of_which_a_callback_raised_are_in_the_history_o
     assert raising("parts", "auto") == whole
 
 
+def test_the_log_of_a_run_that_resumes_at_its_end_has_the_norm_of_the_gradients(tmp_path: Path) -> None:
+    """Step 14 is saved, not yet logged, and becomes the last by a smaller `max_steps`."""
+
+    class Fails(Modifier):
+        def on_save_end(self, run: Run, folder: Path) -> None:
+            raise ArithmeticError
+
+    options: dict[str, Any] = {"eval_every": 7, "save_every": 14, "max_grad_norm": 1.0}
+    whole = fit(tmp_path / "whole", points(), max_steps=14, **options)
+    assert isinstance(fit(tmp_path / "parts", points(), callbacks=[Fails()], **options), ArithmeticError)
+    parts = fit(tmp_path / "parts", points(), "auto", max_steps=14, **options)
+    logs = [
+        {entry["step"]: entry.get("grad_norm") for entry in ended[0] if "loss" in entry} for ended in (parts, whole)
+    ]
+    assert logs[0] == logs[1]
+    assert list(logs[0]) == [4, 8, 12, 14]
+
+
 class Counts(Modifier):
     """Counts batches and ends of evaluations, and logs; may raise at one."""
 

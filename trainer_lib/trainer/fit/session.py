@@ -94,6 +94,7 @@ class FitSession:
             self.evaluations,
             {
                 "guard": self.guard,
+                "log": self.log,
                 "bad_samples": self._bad_samples,
                 "splitting": self.micro_batching,
                 **({"local_rounds": self.rounds} if self.rounds.enabled else {}),

@@ -1,5 +1,9 @@
 """Logging of a fit: the means since the last log, with what ranks found out meanwhile."""
 
+from collections.abc import Mapping
+
+import torch
+
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.fit.train_clock import TrainClock
@@ -80,3 +84,13 @@ class TrainLog:
         """Synchronize across ranks what each rank found out: bad samples, and how many rows fit into memory."""
         self._bad_samples.agree()
         self._micro_batching.sync_across_ranks()
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the norm of the last gradients, which the next log reports if no update comes before it."""
+        norm = self._run.grad_norm
+        return {} if norm is None else {"grad_norm": float(norm)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Load what `state_dict` returned; checkpoints of earlier versions lack it."""
+        if "grad_norm" in state:
+            self._run.grad_norm = torch.tensor(state["grad_norm"], dtype=torch.float64)
