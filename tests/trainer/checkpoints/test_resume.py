@@ -1,6 +1,7 @@
 """An interrupted run resumes bit for bit, on one rank and on two."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -397,6 +398,12 @@ def test_loading_the_best_leaves_callbacks_that_observe_as_they_are(tmp_path: Pa
     result = trainer(args, eval_dataset=points(16), callbacks=[steps, ema]).fit()
     assert result.state.best is not None
     assert (result.state.best.step, ema.updates) == (5, 5)
+    assert steps.steps == list(range(1, 11))
+
+    steps, ema = Steps(), EMA(0.5)  # the finished run, loaded by another program
+    args = dataclasses.replace(args, resume="auto")
+    trainer(args, eval_dataset=points(16), callbacks=[steps, ema]).fit()
+    assert ema.updates == 5
     assert steps.steps == list(range(1, 11))
 
 

@@ -1,5 +1,6 @@
 """Finished runs: whether their last checkpoint still exists, which weights they ended with, and how to load them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from trainer_lib.events import Control, Modifier, RunState
@@ -33,7 +34,7 @@ def final_checkpoint(run: RunFolder) -> AnyPath | None:
     entries = _entries(run)
     state, arguments = run.facts["state"], run.facts.get("arguments") or {}
     best = state["best"]["step"] if arguments.get("load_best_at_end") and state["best"] is not None else None
-    good = [entry for entry in entries if not entry.get("nonfinite")]
+    good = _good(entries)
     chosen = [entry for entry in good if entry["step"] == best] or good
     return path_at(chosen[-1]["path"]) if chosen else None
 
@@ -63,7 +64,11 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
     session = FitSession(trainer, run, Signals((), Control(), trainer.accelerator.is_main_process))
     trainer.run = session.run
     try:
-        session.loading.load(checkpoint)
+        last = path_at(_good(state["checkpoints"])[-1]["path"])
+        if last != checkpoint:  # callbacks that observe know the whole run, as after load_best_at_end in training
+            session.loading.load(last)
+        with session.context.events.observer_states_kept() if last != checkpoint else nullcontext():
+            session.loading.load(checkpoint)
         _fire(session, "on_fit_begin")
         session.run.state = RunState.of(state)
         session.run.metrics = dict(facts["metrics"])
@@ -86,3 +91,7 @@ def _fire(session: FitSession, event: str) -> None:
 def _entries(run: RunFolder) -> list[dict[str, Any]]:
     state = run.facts["state"]
     return existing_checkpoints(state["checkpoints"], run, state["step"])
+
+
+def _good(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry for entry in entries if not entry.get("nonfinite")]
