@@ -122,7 +122,7 @@ class _Filtered(Callback):
         self.listener, self.triggers = callback, triggers
         self.order, self.key = callback.order, callback.key or type(callback).__name__
         self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # per instance here
-        self._is_due = False
+        self._has_begun = self._is_due = False
         self._loaded: dict[str, float] = {}
         for name, event in EVENTS.items():
             if overrides(callback, name) and not overrides(self, name):
@@ -136,11 +136,25 @@ class _Filtered(Callback):
             self._set_positions(self._loaded)
         self.listener.on_fit_begin(run)
 
+    def on_load_end(self, run: Run, folder: Path) -> None:
+        self._has_begun = self._is_due = False  # a rewind breaks off an update
+        self.listener.on_load_end(run, folder)
+
     def on_step_begin(self, run: Run) -> None:
-        answers = [trigger.is_due_next(run.state) for trigger in self.triggers]  # no short-circuit: each trigger counts
-        self._is_due = all(answers)
+        self._begin_update(run)
         if self._is_due:
             self.listener.on_step_begin(run)
+
+    def on_step_skipped(self, run: Run) -> None:
+        if not self._has_begun:  # an update whose samples a rewind leaves out
+            self._begin_update(run)
+        if self._is_due:
+            self.listener.on_step_skipped(run)
+
+    def on_step_end(self, run: Run) -> None:
+        if self._is_due:
+            self.listener.on_step_end(run)
+        self._has_begun = self._is_due = False
 
     def state_dict(self) -> dict[str, Any]:
         state = self.listener.state_dict()
@@ -154,6 +168,10 @@ class _Filtered(Callback):
             self._set_positions(self._loaded)
         if state:
             self.listener.load_state_dict(state)
+
+    def _begin_update(self, run: Run) -> None:
+        answers = [trigger.is_due_next(run.state) for trigger in self.triggers]  # no short-circuit: each trigger counts
+        self._has_begun, self._is_due = True, all(answers)
 
     def _set_positions(self, positions: Mapping[str, float]) -> None:
         for trigger in self.triggers:

@@ -177,7 +177,9 @@ def test_a_filter_overrides_the_events_of_its_callback() -> None:
         "on_fit_begin",
         "on_step_begin",
         "on_micro_batch_end",
+        "on_step_skipped",  # of its own: what an update is to it
         "on_step_end",
+        "on_load_end",
         "on_log",
     }
 
@@ -309,6 +311,28 @@ def test_a_rewound_run_calls_filters_at_the_same_steps_again(tmp_path: Path) -> 
     ]
     trainer(args, train_dataset=points(80), callbacks=[Spoils(), *callbacks]).fit()
     assert called == {"every": [4, 4, 8], "once": [4, 4], "after": [4, 5, 4, 5, 6, 7, 8], "callback": [4, 4, 8]}
+
+
+@pytest.mark.parametrize(("amount", "due"), [("2 steps", [2, 4, 4, 6]), ("4 steps", [4, 4]), ("5 steps", [5])])
+def test_a_filter_passes_updates_that_a_rewind_leaves_out_by_their_own_number(
+    amount: str, due: list[int], tmp_path: Path
+) -> None:
+    """Update 5 is NaN, and goes back to step 3; its samples are left out the second time."""
+    called: dict[str, list[int]] = {"end": [], "skipped": []}
+
+    class Spoils(Modifier):
+        def on_loss(self, run: Run) -> None:
+            if run.state.samples == 32:
+                assert run.loss_sum is not None
+                run.loss_sum = run.loss_sum * math.nan
+
+    listener = LambdaCallback(
+        on_step_end=lambda run: called["end"].append(run.state.step),
+        on_step_skipped=lambda run: called["skipped"].append(run.state.step),
+    )
+    args = arguments(max_steps=7, save_every=3, output_dir=tmp_path, on_nonfinite="rewind", shuffle=False)
+    trainer(args, train_dataset=points(80), callbacks=[Spoils(), every(amount, listener)]).fit()
+    assert called == {"end": due, "skipped": [4] if 5 in due else []}
 
 
 @pytest.mark.parametrize("amount", ["24 samples", "1 epoch"])
