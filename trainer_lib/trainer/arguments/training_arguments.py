@@ -430,7 +430,8 @@ class TrainingArguments(ArgumentsBase):
     keep_best: int = setting(
         CHECKPOINTS,
         1,
-        "How many of the best checkpoints to keep in addition.",
+        "How many of the best checkpoints to keep in addition; with 0 a new best metric does not save a checkpoint, "
+        "and the best of the saved ones is kept.",
         check=checks.whole(at_least=0, hint=" To keep all checkpoints, give keep_last=None."),
     )
     keep_every: Interval | None = setting(

@@ -142,7 +142,8 @@ class TrainingArguments(ArgumentsBase):
         hang_timeout: Time without progress after which the run ends and names the rank that hangs: seconds, or a text
             such as "10 minutes"; `None` turns hang detection off.
         keep_last: How many of the newest checkpoints to keep; `None` keeps all.
-        keep_best: How many of the best checkpoints to keep in addition.
+        keep_best: How many of the best checkpoints to keep in addition; with 0 a new best metric does not save a
+            checkpoint, and the best of the saved ones is kept.
         keep_every: How often to keep a checkpoint permanently, such as "1000 steps": the first one saved at or after
             each multiple; `None` keeps none permanently.
         metric_for_best: The metric by which checkpoints are ranked; `None` uses the evaluation loss. With several sets,
@@ -383,7 +384,9 @@ class TrainingArguments(ArgumentsBase):
     keep_last: int | None = 3
     """How many of the newest checkpoints to keep; `None` keeps all."""
     keep_best: int = 1
-    """How many of the best checkpoints to keep in addition."""
+    """How many of the best checkpoints to keep in addition; with 0 a new best metric does not save a checkpoint, and
+    the best of the saved ones is kept.
+    """
     keep_every: Interval | None = None
     """How often to keep a checkpoint permanently, such as "1000 steps": the first one saved at or after each multiple;
     `None` keeps none permanently.
