@@ -1,8 +1,12 @@
 """Tests of the mean of a metric over several evaluation sets."""
 
-import pytest
+from typing import Any
 
-from tests.trainer.tasks import arguments, points, trainer
+import pytest
+from torch.nn.functional import cross_entropy
+
+from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib import LossResult, Trainer
 from trainer_lib.foundation.errors import ConfigurationError
 
 SETS = {"dev": points(8), "test": points(24)}
@@ -22,6 +26,29 @@ def test_the_best_is_that_by_the_mean_over_the_sets(metric: str) -> None:
     assert result.state.best is not None
     assert result.state.best.metric == "eval_mean_accuracy"
     assert result.state.best.value == max(means.values())
+
+
+class Logs(Trainer):
+    """Logs the share of the first class."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        self.log("score", (batch[1] == 0).double().mean())
+        return LossResult(cross_entropy(model(batch[0]), batch[1], reduction="sum"), weight=len(batch[1]))
+
+
+@pytest.mark.parametrize("kind", ["logged", "computed"])
+def test_the_best_may_be_by_the_mean_of_a_metric_whose_name_is_known_only_later(kind: str) -> None:
+    args = arguments(eval_every=5, metric_for_best="mean_score", greater_is_better=True)
+    data: dict[str, Any] = {"train_dataset": points(), "eval_dataset": SETS}
+    if kind == "logged":
+        result = Logs(network(), args, **data).fit()
+    else:
+        share = {"compute_metrics": lambda made: {"score": float((made.label_ids == 0).mean())}}
+        result = trainer(args, **data, **share).fit()
+    shares = [float((targets == 0).double().mean()) for _, targets in SETS.values()]
+    assert result.state.best is not None
+    assert result.state.best.metric == "eval_mean_score"
+    assert result.state.best.value == pytest.approx(sum(shares) / 2, rel=1e-12)
 
 
 def test_nothing_is_added_unless_it_is_asked_for() -> None:

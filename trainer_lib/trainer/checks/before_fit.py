@@ -393,6 +393,7 @@ def _metric_names(trainer: TrainerInterface) -> tuple[list[str], list[str]]:
     sets = list(named_sets(trainer, trainer.eval_dataset))
     if len(sets) > 1:
         known += [f"eval_mean_{name}" for name in _in_all_sets(known, sets)]
+        stems += [f"eval_mean_{stem}" for stem in _in_all_sets(stems, sets)]
     return known, stems
 
 
