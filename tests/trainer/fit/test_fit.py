@@ -261,6 +261,8 @@ class LogsParts(Trainer):
         inputs, _ = batch
         self.log("by_row", inputs.mean())
         self.log("by_weight", inputs.mean(), weight=len(inputs) ** 2)
+        self.log("by_weight", math.nan, weight=0)
+        self.log("by_weight", torch.tensor(math.nan), weight=torch.zeros(()))
         result: Any = super().compute_loss(model, batch)
         return result._replace(logs={"by_loss": inputs.max()})
 

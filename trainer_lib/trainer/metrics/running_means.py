@@ -77,7 +77,10 @@ class RunningMeans:
             raise ConfigurationError(
                 f"log({name!r}, …) takes a number or a tensor of one, got {shown(value)}.{_OTHERS}"
             )
-        self.add_sum(name, value * weight, weight)
+        if isinstance(weight, Tensor) and not weight.is_cpu:  # without waiting for it
+            self.add_sum(name, torch.where(weight == 0, 0.0, value * weight), weight)
+        elif weight:  # a mean of nothing is NaN
+            self.add_sum(name, value * weight, weight)
 
     def add_all(self, values: Mapping[str, float | Tensor] | None, weight: Weight) -> None:
         """Add the `logs` of a `LossResult`."""
