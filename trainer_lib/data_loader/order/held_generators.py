@@ -30,8 +30,9 @@ _PARTS_OF_MODULES = vars(nn.Module()).keys() - {"_modules"}  # parameters, buffe
 _ENGINES = {"trainer_lib.accelerator.accelerator", "trainer_lib.trainer.trainer"}
 _PLAIN = (*_DATA, type, types.ModuleType, DataLoader)
 
-
 _Place = tuple[str, str, Any, Any, Any]  # the holder's path, how it continues, the holder, the key, the value
+
+_remembered = functools.lru_cache(maxsize=256)  # of classes, which a notebook defines again and again
 
 
 class Held(NamedTuple):
@@ -60,7 +61,7 @@ class HeldGenerators:
         self._roots = roots
 
     def by_path(self) -> dict[str, Held]:
-        """Return the generators that there are now, each once, by the shortest path to it."""
+        """Return the generators that there are now, each once, by a path to it."""
         return self._walk()[0]
 
     def generators(self) -> list[Any]:
@@ -178,28 +179,28 @@ def _vars(value: Any) -> dict[str, Any]:
     return attributes
 
 
-@functools.cache
+@_remembered
 def _is_left_out(kind: type) -> bool:
     """Whether objects of a class hold data, or what reads it and trains with it."""
     return issubclass(kind, _PLAIN) or any(part.__module__ in _ENGINES for part in kind.__mro__)
 
 
-@functools.cache
+@_remembered
 def _slots(kind: type) -> list[Any]:
     members = [vars(part).get(name) for part in kind.__mro__ for name in vars(part).get("__slots__", ())]
     return [member for member in members if isinstance(member, types.MemberDescriptorType)]
 
 
-@functools.cache
+@_remembered
 def _of_class(kind: type) -> dict[str, Any]:
     """Return the generators that are attributes of a class."""
     found: dict[str, Any] = {}
     for part in reversed(kind.__mro__):
-        found |= {name: value for name, value in vars(part).items() if isinstance(value, generator_types())}
+        found |= {name: value for name, value in vars(part).items() if issubclass(type(value), generator_types())}
     return found
 
 
-@functools.cache
+@_remembered
 def _methods(kind: type) -> list[types.FunctionType]:
     members = [member for part in kind.__mro__ for member in vars(part).values()]
     return [member for member in members if isinstance(member, types.FunctionType) and not _is_of_library(member)]
