@@ -407,11 +407,17 @@ def test_loading_the_best_leaves_callbacks_that_observe_as_they_are(tmp_path: Pa
     assert steps.steps == list(range(1, 11))
 
 
-def test_a_stopped_run_that_died_at_its_end_trains_no_further(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [({"num_train_epochs": 9}, "stopped"), ({"max_steps": 4, "eval_every": "3 steps"}, "finished")],
+)
+def test_a_run_that_died_at_its_end_ends_alike_when_it_is_resumed(
+    tmp_path: Path, length: dict[str, Any], status: str
+) -> None:
     """Its last checkpoint is written, the end of the run is not recorded."""
 
     def stopped(folder: str, *callbacks: Callback, resume: str = "never", **options: Any) -> FitResult:
-        settings: dict[str, Any] = {"save_every": "1 epoch", "num_train_epochs": 9, **options}
+        settings: dict[str, Any] = {"save_every": "1 epoch", **length, **options}
         args = arguments(output_dir=tmp_path / folder, resume=resume, learning_rate=0.0, **settings)
         stopping = EarlyStopping(patience=1)
         return trainer(args, eval_dataset=points(16), callbacks=[stopping, *callbacks], model=network(0.2)).fit()
@@ -427,7 +433,7 @@ def test_a_stopped_run_that_died_at_its_end_trains_no_further(tmp_path: Path) ->
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     result = stopped("parts", resume="auto")
-    assert (result.state.step, result.status, result.state.reason) == (whole.state.step, "stopped", whole.state.reason)
+    assert (result.state.step, result.status, result.state.reason) == (whole.state.step, status, whole.state.reason)
     assert [entry["step"] for entry in result.history] == [entry["step"] for entry in whole.history]
-    longer = stopped("parts", resume="extend", num_train_epochs=10)
+    longer = stopped("parts", resume="extend", **dict.fromkeys(length, 10) | {"eval_every": "1 epoch"})
     assert longer.state.step > whole.state.step

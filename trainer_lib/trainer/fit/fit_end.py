@@ -95,6 +95,8 @@ class FitEnd:
             self._saver.forget_step()  # which does not know what asked for the end
             self.interrupt({"stop": reason} if reason else {})
             return
+        if not reason:
+            run.control.forget("stop")  # by the last evaluation: a resumed run would be stopped
         state.status, state.reason = ("stopped" if reason else "finished"), reason
         is_best = args.keep_best > 0 and state.best is not None and state.best.step == state.step
         is_asked = run.control.take("save")
