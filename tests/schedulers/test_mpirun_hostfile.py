@@ -74,7 +74,11 @@ def test_the_command_of_each_mpi(
     ("version", "words", "message"),
     [
         ("Open MPI", ["--mpirun_hostfile=none", "train.py"], "The hostfile 'none' is not there."),
-        ("Open MPI", ["--mpirun_hostfile=hosts", "--max_restarts=2", "train.py"], "--max_restarts has no effect with"),
+        (
+            "Open MPI",
+            ["--mpirun_hostfile=hosts", "--max_restarts=2", "train.py"],
+            "max_restarts (--max_restarts) has no effect",
+        ),
         ("Open MPI", ["--mpirun_hostfile=hosts", "--mpirun_ccl=0", "train.py"], "mpirun_ccl must be a whole number of"),
         ("Other MPI 1", ["--mpirun_hostfile=hosts", "train.py"], "`mpirun --version` says 'Other MPI 1'"),
         ("", ["--mpirun_hostfile=hosts", "train.py"], "There is no program mpirun here."),
