@@ -77,7 +77,7 @@ def test_the_command_of_each_mpi(
         (
             "Open MPI",
             ["--mpirun_hostfile=hosts", "--max_restarts=2", "train.py"],
-            "max_restarts (--max_restarts) has no effect",
+            "max_restarts (--max_restarts) has no effect with",
         ),
         ("Open MPI", ["--mpirun_hostfile=hosts", "--mpirun_ccl=0", "train.py"], "mpirun_ccl must be a whole number of"),
         ("Other MPI 1", ["--mpirun_hostfile=hosts", "train.py"], "`mpirun --version` says 'Other MPI 1'"),
