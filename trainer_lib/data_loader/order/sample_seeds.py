@@ -12,7 +12,6 @@ from torch.utils.data import get_worker_info
 
 from trainer_lib.data_loader.order.data_rng import RandomStream, derived_seed
 from trainer_lib.data_loader.order.epoch_start import reseed
-from trainer_lib.data_loader.order.held_generators import generators_of_dataset
 
 _64_BITS = (1 << 64) - 1
 
@@ -54,6 +53,8 @@ class SeededSamples:
         mixed = _mixed(seed, index)
         _seed_generators(mixed)
         if self._held is None:
+            from trainer_lib.data_loader.order.held_generators import generators_of_dataset
+
             self._held = generators_of_dataset(self.dataset)
         for number, generator in enumerate(self._held, 1):
             reseed(generator, (mixed + number) & _64_BITS)

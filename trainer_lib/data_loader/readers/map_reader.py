@@ -4,7 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -20,7 +20,6 @@ from trainer_lib.data_loader.order.epoch_start import (
     set_state,
     state_of,
 )
-from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.sample_ids import samples_of_batch
 from trainer_lib.data_loader.order.sample_seeds import SeededKeys, SeededSamples
@@ -28,6 +27,9 @@ from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.readers.reader import Reader, look_ahead
 from trainer_lib.data_loader.readers.row_batches import faster_collate, has_columns
 from trainer_lib.state.gradient_state import Rows
+
+if TYPE_CHECKING:
+    from trainer_lib.data_loader.order.held_generators import HeldGenerators
 
 _CHUNK = 4096  # units drawn at once to get to the end of a pass
 
@@ -147,8 +149,10 @@ class MapReader(Reader):
         return self._shard.order.draws_from
 
     @property
-    def sample_generators(self) -> HeldGenerators:
+    def sample_generators(self) -> "HeldGenerators":
         """The generators that the dataset and the collate function hold."""
+        from trainer_lib.data_loader.order.held_generators import HeldGenerators  # for saves and evaluations
+
         return HeldGenerators({name: self._replaced[name] for name in ("dataset", "collate_fn")})
 
     def _open_order(self, start: EpochStart, stream: EpochStream) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
 import torch
@@ -24,7 +24,6 @@ from trainer_lib.data_loader.order.epoch_start import (
     state_of,
     unique,
 )
-from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.data_loader.order.loader_position import LoaderPosition, Pass
 from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_unread, draw_worker_seed
@@ -32,6 +31,9 @@ from trainer_lib.data_loader.worker_process import WorkerInit, make_ready
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
+
+if TYPE_CHECKING:
+    from trainer_lib.data_loader.order.held_generators import HeldGenerators
 
 
 class Reader(ABC):
@@ -159,7 +161,7 @@ class Reader(ABC):
 
     @property
     @abstractmethod
-    def sample_generators(self) -> HeldGenerators:
+    def sample_generators(self) -> "HeldGenerators":
         """The generators that samples and batches draw from in this process."""
 
     @contextmanager

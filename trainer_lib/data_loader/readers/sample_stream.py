@@ -10,7 +10,6 @@ from typing import Any
 from trainer_lib.data_loader.bad_samples.guarded_dataset import by_worker
 from trainer_lib.data_loader.order.data_rng import RandomStream
 from trainer_lib.data_loader.order.epoch_start import EpochStream, set_state, started, state_of
-from trainer_lib.data_loader.order.held_generators import generators_of_dataset
 
 _DRAWS_PER_BOOKMARK = 16  # a state may cost as much as reading a batch, so not every batch has one
 _CHUNK = 1024  # samples skipped at once
@@ -50,7 +49,11 @@ class SampleStream:
         self._iterator: Any = None
         self._draws = 0
         self._keeps_place = keeps_place(dataset)
-        self._held = generators_of_dataset(dataset) if self._keeps_place else []
+        self._held: list[Any] = []
+        if self._keeps_place:
+            from trainer_lib.data_loader.order.held_generators import generators_of_dataset
+
+            self._held = generators_of_dataset(dataset)
         # Two, since the newer one may be ahead of the current batch.
         self._bookmarks: deque[Bookmark] = deque(maxlen=2)
 
