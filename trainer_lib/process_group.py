@@ -241,7 +241,7 @@ class TorchProcesses:
             pickles = self._all_gather_bytes(pickled, longest)
         else:
             pickles = [message[_HEADER:] for message in messages]
-        return [pickle.loads(data) for data in pickles]  # noqa: S301 - by ranks of this program; what follows is ignored
+        return [_unpickled(data) for data in pickles]  # what follows is ignored
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> list[Any]:
         """Overwrite the list with that of one rank."""
@@ -251,7 +251,7 @@ class TorchProcesses:
         length = _length(message)
         data = self._broadcast_bytes(pickled, length, source) if length > _LONGEST_IN_FIRST else message[_HEADER:]
         if self.rank != source:
-            values[:] = pickle.loads(data)  # noqa: S301 - by a rank of this program
+            values[:] = _unpickled(data)
         return values
 
     def scatter_objects(self, values: Sequence[Any] | None, source: int = 0) -> Any:
@@ -265,7 +265,7 @@ class TorchProcesses:
         sent = [self._message(pickled, longest) for pickled in pickles]
         dist.scatter(received, sent or None, group_src=source, group=self._group)
         data = received.cpu().numpy().data[: int(lengths[self.rank])]
-        return pickle.loads(data)  # noqa: S301 - by a rank of this program
+        return _unpickled(data)
 
     def store(self, name: str) -> dist.Store:
         """Return the part of the world's store under this name for these ranks."""
@@ -547,6 +547,10 @@ def _pickled(value: Any) -> bytes:
     pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced_tensor}
     pickler.dump(value)
     return buffer.getvalue()
+
+
+def _unpickled(data: Any) -> Any:
+    return pickle.loads(data)  # noqa: S301 - ranks of this program wrote it, which run the same code
 
 
 def _reduced_tensor(tensor: Tensor) -> Any:

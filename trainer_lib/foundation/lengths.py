@@ -12,5 +12,5 @@ def length_of(source: Any) -> int | None:
     """
     try:
         return len(source)
-    except (TypeError, NotImplementedError, ValueError):  # torch's raise the first two, those of PyG the last
+    except (TypeError, NotImplementedError, ValueError):  # where there is none: torch's the first two, PyG's the last
         return None
