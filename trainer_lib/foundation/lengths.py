@@ -12,5 +12,5 @@ def length_of(source: Any) -> int | None:
     """
     try:
         return len(source)
-    except (TypeError, NotImplementedError, ValueError):  # where there is none: torch's the first two, PyG's the last
+    except (TypeError, NotImplementedError, ValueError):  # by torch's samplers without a length, and PyG's
         return None

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from trainer_lib.process_group import LoneProcess
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.metrics.running_means import RunningMeans
+from trainer_lib.trainer.metrics.running_metrics import RunningSum
+
+Sums = dict[str, tuple[float, float]]  # each with its weight
 
 
 class LoggedMeans(Metric):
@@ -17,20 +18,25 @@ class LoggedMeans(Metric):
 
     def begin(self, device: torch.device) -> None:
         """Forget the values."""
-        self._means = RunningMeans(LoneProcess(), device)  # each rank its own until the end
+        self._device = device
+        self._sums: dict[str, RunningSum] = {}
 
     def update(self, output: EvaluationOutput) -> None:
         """Add the values of a batch."""
         for name, (total, weight) in (output.logged or {}).items():
-            self._means.add_sum(name, total, weight)
+            if name not in self._sums:
+                self._sums[name] = RunningSum(self._device)
+            self._sums[name].add(total, weight)
 
-    def state(self) -> dict[str, list[float]]:
+    def state(self) -> Sums:
         """Return sum and weight by name."""
-        return self._means.state_dict()
+        return {name: so_far.read()[:2] for name, so_far in self._sums.items()}
 
-    def result(self, states: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    def result(self, states: Sequence[Sums]) -> dict[str, float]:
         """Return the means over all ranks."""
-        sums: dict[str, list[float]] = {}
-        for name, numbers in (entry for state in states for entry in state.items()):
-            sums[name] = [so_far + number for so_far, number in zip(sums.get(name, (0.0, 0.0)), numbers, strict=True)]
-        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+        means: dict[str, float] = {}
+        for name in dict.fromkeys(name for state in states for name in state):
+            sums = [state[name] for state in states if name in state]
+            if weight := sum(weight for _, weight in sums):
+                means[name] = sum(total for total, _ in sums) / weight
+        return means
