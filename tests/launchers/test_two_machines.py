@@ -240,7 +240,7 @@ def test_a_signal_ends_a_launcher_whose_processes_have_ended_before_those_of_ano
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, sys, time\n"
-        "pathlib.Path(sys.argv[1], os.environ['RANK']).touch()\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
         "time.sleep(60 * int(os.environ['RANK']))"
     )
     port = free_port()
@@ -251,7 +251,8 @@ def test_a_signal_ends_a_launcher_whose_processes_have_ended_before_those_of_ano
     ):
         try:
             await_true(lambda: all((tmp_path / rank).exists() for rank in "01"))
-            time.sleep(2)  # until the first machine has seen the end of its process
+            process = tmp_path / "0"  # exists until the first machine has seen its end
+            await_true(lambda: bool(process.read_text()) and not Path("/proc", process.read_text()).exists())
             first.terminate()
             first.communicate(timeout=20)
         finally:
