@@ -1,19 +1,19 @@
 """LOMO and AdaLomo: optimizers with little or no state, made to update each weight as soon as its gradient is there."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.optim.per_parameter import PerParameterOptimizer
 
 
-class _OneByOne(Optimizer):
-    """An optimizer that treats each parameter alone, in fp32.
+class _Fp32Updates(PerParameterOptimizer):
+    """An optimizer that computes the update of each parameter in fp32.
 
     Attributes:
         option_of_updates: The option that asks for updates in the backward, for errors.
@@ -21,32 +21,20 @@ class _OneByOne(Optimizer):
 
     option_of_updates: str
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            limit = group["clip_grad_value"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient = parameter.grad.float()
-                weight = parameter.detach().float()
-                gradient = gradient if limit is None else gradient.clamp(-limit, limit)
-                self._update(weight, gradient, group, self.state[parameter])
-                if weight.dtype != parameter.dtype:
-                    parameter.copy_(weight)
-        return loss
+    def _step(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
+        assert parameter.grad is not None
+        limit, gradient, weight = group["clip_grad_value"], parameter.grad.float(), parameter.detach().float()
+        gradient = gradient if limit is None else gradient.clamp(-limit, limit)
+        self._update(weight, gradient, group, self.state[parameter])
+        if weight.dtype != parameter.dtype:
+            parameter.copy_(weight)
 
     @abstractmethod
     def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Change an fp32 weight in place."""
 
 
-class Lomo(_OneByOne):
+class Lomo(_Fp32Updates):
     """LOMO (low-memory optimization): gradient descent without a state.
 
     Args:
@@ -71,7 +59,7 @@ class Lomo(_OneByOne):
         weight.add_(gradient, alpha=-group["lr"])
 
 
-class AdaLomo(_OneByOne):
+class AdaLomo(_Fp32Updates):
     """LOMO with an adaptive learning rate: a factored second moment, and updates normalized for each weight matrix.
 
     Args:

@@ -1,21 +1,21 @@
 """GaLore and APOLLO: AdamW whose states for hidden matrices have few rows or columns."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.trainer.optim.hidden_matrices import HIDDEN, marked_groups
+from trainer_lib.trainer.optim.per_parameter import PerParameterOptimizer
 
 _GROWTH = 1.01  # by which APOLLO's updates grow from step to step, at most
 
 
-class LowRankAdamW(Optimizer):
+class LowRankAdamW(PerParameterOptimizer):
     """AdamW that computes its moments for hidden matrices from gradients projected to a low rank.
 
     Args:
@@ -28,21 +28,6 @@ class LowRankAdamW(Optimizer):
             if isinstance(options[name], bool) or not isinstance(options[name], int) or options[name] < 1:
                 raise ConfigurationError(f"{name} must be a whole number of at least 1 (got {shown(options[name])}).")
         super().__init__(marked_groups(params), {**options, "betas": tuple(options["betas"])})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._step(parameter, group, number)
-        return loss
 
     def _step(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
         gradient, state = parameter.grad, self.state[parameter]

@@ -7,6 +7,7 @@ import torch
 from torch.optim import AdamW, Muon, Optimizer
 
 from trainer_lib.trainer.optim.hidden_matrices import HIDDEN, marked_groups
+from trainer_lib.trainer.optim.per_parameter import loss_of
 
 
 class MuonAdamW(Optimizer):
@@ -53,10 +54,7 @@ class MuonAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make one step with both."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for optimizer in self._optimizers():
             optimizer.step()
         return loss

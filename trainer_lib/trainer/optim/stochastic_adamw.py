@@ -1,19 +1,19 @@
 """AdamW for weights in bfloat16, without copies in fp32: what is too small for a step is kept on average."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.trainer.optim.per_parameter import PerParameterOptimizer
 
 _DROPPED = 16  # bits of a float32 that bfloat16 does not have
 
 
-class StochasticAdamW(Optimizer):
+class StochasticAdamW(PerParameterOptimizer):
     """AdamW that computes in fp32 and rounds bfloat16 weights and moments stochastically.
 
     A value is rounded up or down with a probability that makes it right on average, so small updates are not lost.
@@ -46,21 +46,6 @@ class StochasticAdamW(Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigurationError(f"betas must be at least 0 and below 1 (got {shown(betas)}).")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make one step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._step(parameter, group, number)
-        return loss
 
     def _step(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
