@@ -125,6 +125,21 @@ class ParallelismConfig(Options):
         return self.sizes["dp_shard"] * self.sizes["cp"] * self.sizes["sp"]
 
     @property
+    def tp_options(self) -> TorchTensorParallelConfig:
+        """The options of tensor parallelism: the given ones or their defaults."""
+        return self.tp_handler or TorchTensorParallelConfig()
+
+    @property
+    def cp_options(self) -> TorchContextParallelConfig:
+        """The options of context parallelism: the given ones or their defaults."""
+        return self.cp_handler or TorchContextParallelConfig()
+
+    @property
+    def pp_options(self) -> TorchPipelineParallelConfig:
+        """The options of pipeline parallelism: the given ones or their defaults."""
+        return self.pp_handler or TorchPipelineParallelConfig()
+
+    @property
     def dp_replicate_enabled(self) -> bool:
         """Whether there are several copies of the model."""
         return self.sizes["dp_replicate"] > 1

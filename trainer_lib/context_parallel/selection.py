@@ -2,7 +2,6 @@
 
 from trainer_lib.context_parallel.sequence_split import SequenceSplit, WholeSequences
 from trainer_lib.logging import get_logger
-from trainer_lib.options.sequence_options import TorchContextParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 
 _logger = get_logger(__name__)
@@ -26,5 +25,5 @@ def sequence_split(config: ParallelismConfig | None, device_type: str) -> Sequen
         has_plan = config.tp_handler is not None and config.tp_handler.plan is not None
         tp_size = None if has_plan and config.tp_enabled else config.sizes["tp"]
         return ContextParallel(SequenceRanks(mesh.get_group("sp"), "ulysses"), tp_size)
-    handler = config.cp_handler or TorchContextParallelConfig()
+    handler = config.cp_options
     return ContextParallel(SequenceRanks(mesh.get_group("cp"), handler.method, handler.load_balance))

@@ -26,8 +26,6 @@ from trainer_lib.foundation.pytree import tensors
 from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.tied_parameters import first_names
 from trainer_lib.modules.training_memory import local_part
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.precision.registry import choose_precision
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies.fsdp import materialize
@@ -88,7 +86,7 @@ def computed_parts(job: TrainingJob, world: SimulatedWorld, is_sharded: bool) ->
     Raises:
         ConfigurationError: If the model or the batch does not fit the mesh.
     """
-    options = world.config.pp_handler or TorchPipelineParallelConfig()
+    options = world.config.pp_options
     ranks, turns = world.config.sizes["pp"], (options.stages_per_rank or 1) if world.config.pp_enabled else 1
     builts = [
         _Built(job, world, [rank + turn * ranks for turn in range(turns)], ranks * turns, is_sharded)
@@ -140,7 +138,7 @@ class _Built:
         self._sequences = sequence_split(world.config, DEVICE.type)
         self._sequences.attach(model)
         precision.wrap_forward(model)
-        options = world.config.pp_handler or TorchPipelineParallelConfig()
+        options = world.config.pp_options
         self._gates = None if num_stages == 1 else StageGates(Cut.of(model, options.blocks, num_stages))
         matrices = _matrix_splitting(model, world)
         if self._gates is not None:
@@ -237,7 +235,7 @@ def _matrix_splitting(model: nn.Module, world: SimulatedWorld) -> MatrixSplittin
         return None
     mesh = world.mesh
     assert mesh is not None  # since tp_size is above 1
-    options = world.config.tp_handler or TorchTensorParallelConfig()
+    options = world.config.tp_options
     return MatrixSplitting(model, options, mesh if mesh.ndim == 1 else mesh["tp"], LoneProcess())
 
 

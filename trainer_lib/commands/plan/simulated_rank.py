@@ -14,7 +14,7 @@ from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.enums import DistributedType
 from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig, scheduled
+from trainer_lib.options.pipeline_options import scheduled
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies.registry import choose_strategy
@@ -127,13 +127,13 @@ class Simulation:
             return None
         if not config.pp_enabled:
             return sum(kept.values())
-        options, ranks = config.pp_handler or TorchPipelineParallelConfig(), config.sizes["pp"]
+        options, ranks = config.pp_options, config.sizes["pp"]
         received = self._scheduled(config) * sum(stage.received for stage in part.stages.values())
         return activations_in_flight(options, index, ranks, self.job.micro_batches, kept) + received
 
     def _scheduled(self, config: ParallelismConfig) -> int:
         """Return how many micro-batches of a window a schedule takes."""
-        options = config.pp_handler or TorchPipelineParallelConfig()
+        options = config.pp_options
         if options.schedule is None:
             return 0
         return scheduled(options.schedule, self.job.micro_batches, config.sizes["pp"])[1]

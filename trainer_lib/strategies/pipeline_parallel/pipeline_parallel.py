@@ -19,7 +19,6 @@ from trainer_lib.options.pipeline_options import (
     ranks_of_stages,
     stages_per_rank_of,
 )
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.align_generators import align_generators
@@ -82,8 +81,8 @@ class PipelineParallel(FSDP):
         mixed_precision: str,
         replicas: ProcessGroup,
     ) -> None:
-        self._config = parallelism.pp_handler or TorchPipelineParallelConfig()
-        self._matrix_config = parallelism.tp_handler or TorchTensorParallelConfig()
+        self._config = parallelism.pp_options
+        self._matrix_config = parallelism.tp_options
         self._shards = plugin is not None
         _refuse_others(parallelism, self._config, mixed_precision)
         plugin = plugin or FullyShardedDataParallelPlugin()

@@ -56,7 +56,7 @@ class TensorParallel(FSDP):
         self._shards = plugin is not None
         whole = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
         super().__init__(group, device, plugin or whole, parallelism, mixed_precision)
-        self._config = parallelism.tp_handler or TorchTensorParallelConfig()
+        self._config = parallelism.tp_options
         self._replicas = replicas
         self._loss_contexts: list[Any] = []
         self._async_messages = AsyncMessages()
