@@ -92,18 +92,14 @@ def checkpoint_activations(
             _offload(block, mover)
 
 
-def offload_activations(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
-    """Let what blocks of a model save for the backward wait in host memory, without changing modules or names.
-
-    Args:
-        model: The model.
-        blocks: The blocks; by default the repeated blocks of the model.
+def offload_activations(model: nn.Module) -> None:
+    """Keep what the repeated blocks of a model save for the backward in host memory; modules and names stay the same.
 
     Raises:
         ConfigurationError: If the model has no such blocks.
     """
     mover = ActivationOffload()
-    for block in _chosen(model, blocks, "activation_offload"):
+    for block in _chosen(model, (), "activation_offload"):
         _offload(block, mover)
 
 

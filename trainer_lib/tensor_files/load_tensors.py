@@ -56,13 +56,13 @@ def load_with_checksum(path: Path) -> tuple[dict[str, Tensor], str]:
     return with_aliases(tensors, metadata), checksum.hexdigest()
 
 
-def load_tensor(path: Path, name: str, device: str | torch.device = "cpu") -> Tensor:
+def load_tensor(path: Path, name: str) -> Tensor:
     """Read one tensor of a safetensors file into new memory.
 
     Raises:
         CheckpointError: If the file or the tensor cannot be read.
     """
-    return read_tensor(path, *locate_tensor(path, name)).to(device)
+    return read_tensor(path, *locate_tensor(path, name))
 
 
 def locate_tensor(path: Path, name: str) -> TensorLocation:

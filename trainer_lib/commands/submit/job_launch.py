@@ -8,7 +8,7 @@ from typing import Any
 from trainer_lib.commands.launch.launch_environment import script_variables
 from trainer_lib.commands.launch.launch_parser import option_line, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
-from trainer_lib.commands.launch.option_words import OF_THE_SUBMISSION, PLACES, word_of, words_of
+from trainer_lib.commands.launch.option_words import NOT_OF_THE_JOB, PLACES, word_of, words_of
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.launchers.launch_options import SETTINGS
@@ -84,6 +84,5 @@ def _refuse_places(values: LaunchValues) -> None:
 def _words(options: argparse.Namespace, values: LaunchValues) -> list[str]:
     """Return the options of the launch as they were given, and the configuration file that counts here."""
     file = [] if values.file is None else [f"--config_file={values.file.resolve()}"]
-    skipped = {*PLACES, *OF_THE_SUBMISSION}
-    given = {name: value for name, value in vars(options).items() if name in SETTINGS and name not in skipped}
+    given = {name: value for name, value in vars(options).items() if name in SETTINGS and name not in NOT_OF_THE_JOB}
     return file + [word_of(name, value) for name, value in given.items() if value is not None]

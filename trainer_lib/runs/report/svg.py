@@ -10,18 +10,17 @@ from trainer_lib.runs.report.formatting import short
 Points = Sequence[tuple[float, float]]
 
 _COLOURS = ("#3b7be0", "#e0832a", "#1fa374", "#d04f9c", "#8a62e0", "#1f9db5")  # on light and on dark
+_WIDTH, _HEIGHT = 420, 220  # in pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 10, 24, 22
 _POINTS = 800  # per curve
 
 
-def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, height: int = 220) -> str:
+def draw_curves(title: str, curves: Mapping[str, Points]) -> str:
     """Return curves over steps as SVG, with gaps at NaN and Inf.
 
     Args:
         title: The title of the chart.
         curves: Steps and values, by curve name.
-        width: The width in pixels.
-        height: The height in pixels.
 
     Example:
         >>> draw_curves("Loss", {"loss": [(1, 0.5), (2, 0.25)]})[:4]
@@ -34,19 +33,19 @@ def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, heig
     low, high = low - room, high + room
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - first) / (last - first or 1.0) * (width - _LEFT - _RIGHT)
-        return _LEFT + across, height - _BOTTOM - (y - low) / (high - low) * (height - _TOP - _BOTTOM)
+        across = (x - first) / (last - first or 1.0) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + across, _HEIGHT - _BOTTOM - (y - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [f'<text x="{_LEFT}" y="15" font-weight="600">{html.escape(title)}</text>']
     for part in range(5):
         value = low + room + part / 4 * (high - low - 2 * room)
         _, y = place(first, value)
-        parts.append(f'<path d="M{_LEFT} {y:.1f}H{width - _RIGHT}" stroke="currentColor" opacity=".15"/>')
+        parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="currentColor" opacity=".15"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" opacity=".65">{value:.3g}</text>')
     for x, anchor in ((first, "start"), (last, "end")):
-        label_start = f'<text x="{place(x, low)[0]:.1f}" y="{height - 6}" text-anchor="{anchor}" opacity=".65">'
+        label_start = f'<text x="{place(x, low)[0]:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}" opacity=".65">'
         parts.append(f"{label_start}{short(round(x))}</text>")
-    label_end = float(width - _RIGHT)
+    label_end = float(_WIDTH - _RIGHT)
     for index, (name, points) in reversed(list(enumerate(curves.items()))):
         colour = _COLOURS[index % len(_COLOURS)]
         parts.append(f'<path d="{_path(points, place)}" fill="none" stroke="{colour}" stroke-width="1.75"/>')
@@ -54,7 +53,7 @@ def draw_curves(title: str, curves: Mapping[str, Points], width: int = 420, heig
         parts.append(f'<text x="{label_end}" y="15" text-anchor="end" fill="{colour}">{html.escape(label)}</text>')
         label_end -= 7 * len(label) + 10
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'role="img" aria-label="{html.escape(title)}" font-family="system-ui, sans-serif" font-size="11" '
         f'fill="currentColor">{"".join(parts)}</svg>'
     )

@@ -12,21 +12,21 @@ from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.trainer.optim.schedules import moves_each_update
 
 _MOST_STEPS = 20_000  # of a schedule that has to be stepped to know its rates
+_MOST_RATES = 64
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def learning_rates(optimizer: Any, scheduler: Any, steps: int | None, samples: int = 64) -> list[float]:
+def learning_rates(optimizer: Any, scheduler: Any, steps: int | None) -> list[float]:
     """Return the learning rate of the first parameter group at equal distances of a run; empty if it is not known.
 
     Args:
         optimizer: The optimizer, prepared or not.
         scheduler: Its schedule; `None` if it has none. It does not change.
         steps: The number of updates; `None` if it is not known.
-        samples: How many rates to return, at most.
     """
     if steps is None:
         return []
-    wanted = sorted({round(index * (steps - 1) / max(1, samples - 1)) for index in range(samples)})
+    wanted = sorted({round(index * (steps - 1) / (_MOST_RATES - 1)) for index in range(_MOST_RATES)})
     if scheduler is None:
         return [float(optimizer.param_groups[0]["lr"])] * len(wanted)
     if not moves_each_update(scheduler):
