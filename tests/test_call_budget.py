@@ -26,6 +26,7 @@ from benchmarks.meters import Meter
 from benchmarks.rounds import run
 from benchmarks.scenarios import SCENARIOS, Scenario
 from tests.worlds import run_world
+from trainer_lib import PartialState
 from trainer_lib.foundation import compiler_import
 
 BUDGET = 620
@@ -222,3 +223,11 @@ def test_a_step_of_a_trainer_asks_torch_for_loss_and_norm_and_no_more(
     """On the host, where there is nothing to wait for: a loss before it is learned from and for the log."""
     by_hand, trainer = seen(Operations, Bare, same_by_hand), seen(Operations, Trainer, scenario)
     assert trainer - by_hand - READING == Counter({"aten._local_scalar_dense.default": 2 * 16 + updates})
+
+
+def test_a_state_that_exists_is_returned_without_a_look_at_options() -> None:
+    PartialState(cpu=True)
+    meter = CallsByFile()
+    with meter:
+        PartialState()
+    assert library_calls(meter.seen) == 2  # the constructor, and whether there is a state

@@ -51,11 +51,10 @@ class PartialState(ProcessControl):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
-        options = _process_group_options(kwargs)
-        if self.initialized:
-            self._check_same(cpu, options)
-        else:
-            self._start(cpu, options)
+        if not self.initialized:
+            self._start(cpu, _process_group_options(kwargs))
+        elif cpu or kwargs:
+            self._check_same(cpu, _process_group_options(kwargs))
 
     @property
     def initialized(self) -> bool:
