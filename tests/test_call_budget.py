@@ -14,8 +14,11 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
 
 import trainer_lib
 from benchmarks.contestants.bare import Bare
@@ -26,7 +29,7 @@ from benchmarks.meters import Meter
 from benchmarks.rounds import run
 from benchmarks.scenarios import SCENARIOS, Scenario
 from tests.worlds import run_world
-from trainer_lib import PartialState
+from trainer_lib import PartialState, TrainingArguments
 from trainer_lib.foundation import compiler_import
 
 BUDGET = 620
@@ -223,6 +226,19 @@ def test_a_step_of_a_trainer_asks_torch_for_loss_and_norm_and_no_more(
     """On the host, where there is nothing to wait for: a loss before it is learned from and for the log."""
     by_hand, trainer = seen(Operations, Bare, same_by_hand), seen(Operations, Trainer, scenario)
     assert trainer - by_hand - READING == Counter({"aten._local_scalar_dense.default": 2 * 16 + updates})
+
+
+def test_an_evaluation_looks_up_nothing_that_the_one_before_looked_up() -> None:
+    """No signature, and no name that is similar to a misspelt one."""
+    dataset = TensorDataset(torch.zeros(4, 2), torch.zeros(4, dtype=torch.long))
+    arguments = TrainingArguments(use_cpu=True, progress_bar=False)
+    trainer = trainer_lib.Trainer(nn.Linear(2, 2), arguments, loss_fn=nn.functional.cross_entropy)
+    for _ in range(2):  # the first one sets attributes, whose names the next one looks up
+        trainer.evaluate(dataset)
+    meter = CallsByFile()
+    with meter:
+        trainer.evaluate(dataset)
+    assert {"difflib.py", "inspect.py"}.isdisjoint(Path(name).name for name in meter.seen)
 
 
 def test_a_state_that_exists_is_returned_without_a_look_at_options() -> None:

@@ -232,19 +232,24 @@ def check_attributes(trainer: object) -> None:
     kind = type(trainer)
     if not _is_ours(kind):
         return
-    options = list(inspect.signature(kind).parameters)
     for name in vars(trainer):
-        if name in _ONLY_GIVEN:
-            instead = f"Give it to the constructor: Trainer(…, {name}=…)."
-        elif name in options or hasattr(kind, name):
-            continue
-        elif name in CONSTRUCTOR:
-            instead = f"That is {CONSTRUCTOR[name]} here."
-        elif near := get_close_matches(name, options, n=1, cutoff=_NEAR):
-            instead = f"Did you mean {near[0]!r}?"
-        else:
-            continue
-        raise SignatureError(f"The attribute {name!r} was set on the {kind.__name__}, and nothing reads it. {instead}")
+        if (instead := _instead_of_attribute(kind, name)) is not None:
+            raise SignatureError(
+                f"The attribute {name!r} was set on the {kind.__name__}, and nothing reads it. {instead}"
+            )
+
+
+@functools.cache  # each evaluation looks at the same few names
+def _instead_of_attribute(kind: type, name: str) -> str | None:
+    options = list(inspect.signature(kind).parameters)
+    if name in _ONLY_GIVEN:
+        return f"Give it to the constructor: Trainer(…, {name}=…)."
+    if name in options or hasattr(kind, name):
+        return None
+    if name in CONSTRUCTOR:
+        return f"That is {CONSTRUCTOR[name]} here."
+    near = get_close_matches(name, options, n=1, cutoff=_NEAR)
+    return f"Did you mean {near[0]!r}?" if near else None
 
 
 def _instead(name: str, value: Any, verbs: Sequence[str], hidden: set[str], members: set[str]) -> str | None:
