@@ -30,6 +30,8 @@ from benchmarks.rounds import run
 from benchmarks.scenarios import SCENARIOS, Scenario
 from tests.worlds import run_world
 from trainer_lib import PartialState, TrainingArguments
+from trainer_lib.data_loader.order import held_generators
+from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.foundation import compiler_import
 
 BUDGET = 620
@@ -247,3 +249,17 @@ def test_a_state_that_exists_is_returned_without_a_look_at_options() -> None:
     with meter:
         PartialState()
     assert library_calls(meter.seen) == 2  # the constructor, and whether there is a state
+
+
+def test_the_generators_of_a_dataset_are_searched_once_for_an_evaluation() -> None:
+    held = HeldGenerators({"dataset": [[{"label": index}] for index in range(100)]})
+
+    held.by_path()  # what is remembered of classes
+    search, evaluation = CallsByFile(), CallsByFile()
+    with search:
+        held.by_path()
+    with evaluation, held.kept():
+        pass
+    once = search.seen[held_generators.__file__]
+    assert once > 300
+    assert evaluation.seen[held_generators.__file__] <= once + 2

@@ -96,9 +96,10 @@ class HeldGenerators:
         finally:
             for generator, state in states:
                 set_state(generator, state)
-            for path, held in self.by_path().items():
-                if path not in found and path in empty:
-                    _put(held.holder, held.key, None)
+            for holder, key in empty.values():
+                value = _at(holder, key)
+                if issubclass(type(value), generator_types()) and not is_global(value):
+                    _put(holder, key, None)
 
     def _walk(self) -> tuple[dict[str, Held], dict[str, tuple[Any, Any]]]:
         """Return the generators, and the attributes that are `None`, by path."""
@@ -233,6 +234,15 @@ def _libraries() -> tuple[str, ...]:
 
 def _is_of_library(function: types.FunctionType) -> bool:
     return function.__code__.co_filename.startswith(_libraries())
+
+
+def _at(holder: Any, key: Any) -> Any:
+    """Return what an attribute or an entry holds, and `None` if it has been removed."""
+    with suppress(LookupError):
+        for kind in (dict, list, deque):
+            if issubclass(type(holder), kind):
+                return kind.__getitem__(holder, key)
+    return _vars(holder).get(key)
 
 
 def _put(holder: Any, key: Any, value: Any) -> None:
