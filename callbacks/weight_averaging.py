@@ -66,7 +66,7 @@ class WeightAverage(Modifier):
             self._strategy = run.accelerator.strategy
         self._names, self._weights = [self._strategy.whole_name(name) for name in tensors], list(tensors.values())
         self._all_names = self._strategy.names_of_all_parts(self._names)
-        self._averages = [with_part(weight, _copied(_local(weight).detach())) for weight in self._weights]
+        self._averages = [with_part(weight, _copied(local_shard(weight).detach())) for weight in self._weights]
         self.updates = 0
         self._has_stepped = self._has_moved = False
         self._every.begin(run.state)
@@ -98,8 +98,8 @@ class WeightAverage(Modifier):
     @torch.no_grad()
     def average(self) -> None:
         """Update the average with the current weights."""
-        averages = [_local(average) for average in self._averages]
-        weights = [_local(weight).to(avg.dtype) for weight, avg in zip(self._weights, averages, strict=True)]
+        averages = [local_shard(average) for average in self._averages]
+        weights = [local_shard(weight).to(avg.dtype) for weight, avg in zip(self._weights, averages, strict=True)]
         self.mix(averages, weights)
         self.updates += 1
 
@@ -125,7 +125,7 @@ class WeightAverage(Modifier):
     @torch.no_grad()
     def _copy_to_weights(self, values: list[Any]) -> None:
         for weight, value in zip(self._weights, values, strict=True):
-            _local(weight).copy_(_local(value))
+            local_shard(weight).copy_(local_shard(value))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -174,11 +174,6 @@ def _copied(value: Tensor) -> Tensor:
     return value.float() if value.dtype in _NARROW else value.clone()
 
 
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return local_shard(tensor)
-
-
 def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "_local_tensor") else tensor
 
@@ -187,6 +182,6 @@ def _fill(target: Any, value: Tensor) -> None:
     if hasattr(target, "_local_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        on_device = value.to(_local(target).device)
-        value = _local(distribute_tensor(on_device, target.device_mesh, target.placements, src_data_rank=None))
-    _local(target).copy_(value)
+        on_device = value.to(local_shard(target).device)
+        value = local_shard(distribute_tensor(on_device, target.device_mesh, target.placements, src_data_rank=None))
+    local_shard(target).copy_(value)

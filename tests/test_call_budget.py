@@ -30,6 +30,7 @@ from benchmarks.rounds import run
 from benchmarks.scenarios import SCENARIOS, Scenario
 from tests.worlds import run_world
 from trainer_lib import PartialState, TrainingArguments
+from trainer_lib.callbacks import EMA
 from trainer_lib.data_loader.order import held_generators
 from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.foundation import compiler_import
@@ -62,6 +63,8 @@ LIBRARY_CALLS = {
     "fit-callable-accumulation": 55.8,
 }
 ACCUMULATION_MARGIN = 26  # for each batch, beyond the loop by hand, which does next to nothing where no batch updates
+
+AVERAGING_FILES = {"weight_averaging.py", "local_shards.py"}
 
 # A batch of a TensorDataset is read column by column, through numpy; the loop by hand selects and stacks each sample.
 READING = Counter({"aten.detach.default": 2 * 16, "aten.lift_fresh.default": 2 * 16})
@@ -249,6 +252,23 @@ def test_a_state_that_exists_is_returned_without_a_look_at_options() -> None:
     with meter:
         PartialState()
     assert library_calls(meter.seen) == 2  # the constructor, and whether there is a state
+
+
+def test_an_average_of_weights_makes_two_calls_a_weight() -> None:
+    """Of the library, for the tensor behind a weight and its average."""
+
+    def calls(layers: int, steps: int) -> int:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers)))
+        arguments = TrainingArguments(use_cpu=True, progress_bar=False, max_steps=steps, per_device_train_batch_size=2)
+        dataset = TensorDataset(torch.ones(2, 2), torch.zeros(2, dtype=torch.long))
+        loss_fn, meter = nn.functional.cross_entropy, CallsByFile()
+        trainer = trainer_lib.Trainer(model, arguments, train_dataset=dataset, loss_fn=loss_fn, callbacks=[EMA()])
+        with meter:
+            trainer.fit()
+        return sum(count for name, count in meter.seen.items() if Path(name).name in AVERAGING_FILES)
+
+    a_step_of_many, a_step_of_few = calls(12, 4) - calls(12, 3), calls(2, 4) - calls(2, 3)
+    assert a_step_of_many - a_step_of_few == 2 * 10
 
 
 def test_the_generators_of_a_dataset_are_searched_once_for_an_evaluation() -> None:
