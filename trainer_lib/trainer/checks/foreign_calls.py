@@ -239,7 +239,7 @@ def check_attributes(trainer: object) -> None:
             )
 
 
-@functools.cache  # each evaluation looks at the same few names
+@functools.lru_cache  # each evaluation looks at the same few names; bounded, since it keeps classes alive
 def _instead_of_attribute(kind: type, name: str) -> str | None:
     options = list(inspect.signature(kind).parameters)
     if name in _ONLY_GIVEN:
