@@ -53,6 +53,14 @@ def test_debug_prints_and_runs_nothing(gcloud: Path, tmp_path: Path, capsys: pyt
         ([*PLACE, "--command_file", "none"], "The command file none cannot be read: No such file or directory."),
         ([*PLACE[:2], "--command", "a"], "--tpu_zone is missing, and no configuration file says it."),
         ([*PLACE, "--command", "a"], "There is no program gcloud here."),
+        (
+            [*PLACE, "--debug", "--install_accelerate", "--accelerate_version", "dev"],
+            "--trainer_lib_version must be a version such as 1.0.0, or latest (got 'dev').",
+        ),
+        (
+            [*PLACE, "--debug", "--install_trainer_lib", "--trainer_lib_version", "1.0; reboot"],
+            "--trainer_lib_version must be a version such as 1.0.0, or latest (got '1.0; reboot').",
+        ),
     ],
 )
 def test_what_is_missing(

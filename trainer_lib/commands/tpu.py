@@ -1,6 +1,7 @@
 """The command `trainer-lib tpu-config`: run commands on all machines of a TPU pod, by gcloud."""
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -71,8 +72,7 @@ def _gcloud(args: argparse.Namespace) -> list[str]:
         commands = _lines(values["command_file"])
     commands = commands or list(values.get("commands") or [])
     if args.install_trainer_lib:
-        version = "" if args.trainer_lib_version == "latest" else f"=={args.trainer_lib_version}"
-        commands.insert(0, f"pip install -U trainer_lib{version}")
+        commands.insert(0, f"pip install -U trainer_lib{_requirement(args.trainer_lib_version)}")
     if not commands:
         raise ConfigurationError("There is no command to run. Give --command or --command_file.")
     for name in ("tpu_name", "tpu_zone"):
@@ -82,6 +82,17 @@ def _gcloud(args: argparse.Namespace) -> list[str]:
         "gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", values["tpu_name"],
         "--zone", values["tpu_zone"], "--command", "; ".join([f"cd {_FOLDER}", *commands]), "--worker", "all",
     ]  # fmt: skip
+
+
+def _requirement(version: str) -> str:
+    if version == "latest":
+        return ""
+    if re.fullmatch(r"[0-9][0-9a-zA-Z.+!]*", version) is None:
+        raise ConfigurationError(
+            f"--trainer_lib_version must be a version such as 1.0.0, or latest (got {version!r}). To install from a "
+            "repository, give --command 'pip install git+URL' first."
+        )
+    return f"=={version}"
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
