@@ -665,6 +665,7 @@ def _mpi() -> list[Setting]:
 # Options of older versions of Accelerate, which nothing replaces.
 NOT_NEEDED = {
     "ipex": "This version does not use IPEX: leave it out.",
+    "mps": "MPS is used where it is there: leave it out.",
     "use_mps_device": "MPS is used where it is there: leave it out.",
     "use_xpu": "XPUs are used where they are there: leave it out.",
 }
