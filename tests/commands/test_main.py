@@ -1,16 +1,18 @@
 """The program `trainer-lib`."""
 
+import contextlib
 import os
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.launched import PYTHON_PATH
 from trainer_lib import __version__
-from trainer_lib.commands.main import main
+from trainer_lib.commands.main import main, main_of_program
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +77,19 @@ def test_no_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"trainer-lib {__version__}\n"
+
+
+def test_programs_run_the_command_in_their_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {"trainer-lib-config", "trainer-lib-env", "trainer-lib-launch", "trainer-lib-test"} < set(scripts)
+    for program in sorted(set(scripts) - {"trainer-lib"}):
+        assert scripts[program] == "trainer_lib.commands.main:main_of_program"
+        monkeypatch.setattr(sys, "argv", [f"/usr/bin/{program}", "-h"])
+        with contextlib.suppress(SystemExit):
+            main_of_program()
+        assert f"usage: trainer-lib {program.removeprefix('trainer-lib-')}" in capsys.readouterr().out
 
 
 def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

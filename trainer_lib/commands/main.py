@@ -42,6 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
+def main_of_program() -> int:
+    """Run the command that this program is named after, and return its exit code: `trainer-lib-launch` is `launch`."""
+    from pathlib import Path
+
+    return main([Path(sys.argv[0]).stem.removeprefix("trainer-lib-"), *sys.argv[1:]])
+
+
 def _code(name: str, arguments: Sequence[str]) -> int:
     from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError
 
