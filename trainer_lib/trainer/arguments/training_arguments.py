@@ -343,7 +343,9 @@ class TrainingArguments(ArgumentsBase):
         "With `outer_learning_rate`: the Nesterov momentum of the outer step; `None` means 0.9.",
         check=checks.number(at_least=0),
     )
-    sync_batchnorm: bool = setting(DEVICES, False, "Compute BatchNorm's statistics over the batches of all ranks.")
+    sync_batchnorm: bool = setting(
+        DEVICES, False, "Compute BatchNorm's statistics over the batches of all ranks (SyncBatchNorm)."
+    )
     tf32: bool | None = setting(
         DEVICES, None, "Whether accelerators may multiply in TF32; `None` keeps torch's setting."
     )

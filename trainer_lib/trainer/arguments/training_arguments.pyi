@@ -115,7 +115,7 @@ class TrainingArguments(ArgumentsBase):
         outer_learning_rate: With `local_sgd_steps`: the learning rate of an outer step of SGD with Nesterov momentum on
             the averages (DiLoCo), such as 0.7; `None` takes the averages as they are.
         outer_momentum: With `outer_learning_rate`: the Nesterov momentum of the outer step; `None` means 0.9.
-        sync_batchnorm: Compute BatchNorm's statistics over the batches of all ranks.
+        sync_batchnorm: Compute BatchNorm's statistics over the batches of all ranks (SyncBatchNorm).
         tf32: Whether accelerators may multiply in TF32; `None` keeps torch's setting.
         deterministic: Use only algorithms that return the same result every time.
         detect_anomaly: Name the operation whose gradient is NaN; this is slow.
@@ -335,7 +335,7 @@ class TrainingArguments(ArgumentsBase):
     outer_momentum: float | None = None
     """With `outer_learning_rate`: the Nesterov momentum of the outer step; `None` means 0.9."""
     sync_batchnorm: bool = False
-    """Compute BatchNorm's statistics over the batches of all ranks."""
+    """Compute BatchNorm's statistics over the batches of all ranks (SyncBatchNorm)."""
     tf32: bool | None = None
     """Whether accelerators may multiply in TF32; `None` keeps torch's setting."""
     deterministic: bool = False
