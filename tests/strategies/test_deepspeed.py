@@ -853,6 +853,25 @@ def test_an_optimizer_with_a_state_from_the_start_trains_and_resumes(stage: int,
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
+def test_a_model_prepared_without_an_optimizer_runs_in_evaluation_mode() -> None:
+    inputs = torch.arange(32.0).view(8, 4)
+
+    def predictions() -> Tensor:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+        torch.manual_seed(0)
+        model, loader = accelerator.prepare(nn.Linear(4, 2), DataLoader(TensorDataset(inputs), batch_size=2))
+        model.eval()
+        return torch.cat([accelerator.gather_for_metrics(model(batch)).detach() for (batch,) in loader])
+
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 2)(inputs).detach()
+    for outputs in run_forked(predictions, num_processes=2, timeout=100):
+        torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
 def test_misuse_is_refused_in_words() -> None:
     def body() -> list[str]:
         accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))

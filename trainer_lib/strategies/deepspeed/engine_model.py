@@ -41,14 +41,14 @@ class EngineModel(nn.Module):
         self.__dict__["engine"] = engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, through the engine if gradients are recorded."""
-        if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+        """Call the model, through the engine if gradients are recorded and there is one."""
         engine = self.__dict__["engine"]
+        if not torch.is_grad_enabled() or (engine is None and not self.training):
+            return self.module(*args, **kwargs)
         if engine is None:
             raise PreparationError(
                 f"This {type(self.module).__name__} was prepared, and its optimizer was not: DeepSpeed needs both to "
-                "train. Give prepare() the optimizer too, or call the model under torch.no_grad()."
+                "train. Give prepare() the optimizer too, or call model.eval() before inference."
             )
         outputs = engine(*args, **kwargs)
         if not isinstance(outputs, (Tensor, tuple, list, dict)):
