@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.faults.trainings import one_run
 from trainer_lib import Accelerator
 from trainer_lib.checkpointing.format.layout import is_committed, partial_beside
 from trainer_lib.filesystem.atomic_files import replace_file
@@ -96,3 +97,13 @@ def test_a_program_may_save_while_it_ends(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert is_committed(folder)
     assert {path.name for path in folder.iterdir()} <= set(done.stdout.splitlines())  # they are on the disk
+
+
+def test_new_folders_above_a_checkpoint_are_on_the_disk(flushed: list[str], tmp_path: Path) -> None:
+    above = [tmp_path, tmp_path / "new", tmp_path / "new" / "states"]
+    Accelerator(cpu=True).save_state(above[-1] / "one")
+    assert set(map(str, above)) <= set(flushed)
+    flushed.clear()
+    one_run(tmp_path / "runs" / "mine", max_steps=2)
+    (checkpoints,) = tmp_path.glob("runs/mine/*/checkpoints")
+    assert set(map(str, [tmp_path, tmp_path / "runs", *checkpoints.parents[:2], checkpoints])) <= set(flushed)

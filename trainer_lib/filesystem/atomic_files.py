@@ -21,6 +21,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Create a folder with its parents, if they are missing, and flush their entries to the disk."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync(folder.parent)
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file atomically: `write` writes a temporary file beside `path`, which is then renamed."""
     partial = path.with_name(f".{path.name}.partial")

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainer_lib.filesystem.atomic_files import sync
+from trainer_lib.filesystem.atomic_files import make_folder, sync
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import RunInUseError, UnreachableError
@@ -123,7 +123,7 @@ class Lease:
 
     def _create_lease(self, folder: AnyPath) -> AnyPath:
         if isinstance(folder, Path):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         content = json.dumps({**_this_process(), "token": self._token}, indent=1).encode()
         while True:
             stale = list(_leases(folder))

@@ -27,7 +27,7 @@ from trainer_lib.checkpointing.format.manifest import CHECKSUM, Manifest, librar
 from trainer_lib.checkpointing.save.nonfinite_check import FiniteCheck
 from trainer_lib.checkpointing.storage.storage import remove
 from trainer_lib.collectives.agreement import gather_checked, raise_on_all_ranks
-from trainer_lib.filesystem.atomic_files import sync
+from trainer_lib.filesystem.atomic_files import make_folder, sync
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import CheckpointError, TrainerLibError, UnwritableError
@@ -64,7 +64,8 @@ class CheckpointWriter:
             if self._leads:
                 try:
                     remove(self.folder)
-                    self.folder.mkdir(parents=True)
+                    make_folder(self.target.parent)
+                    self.folder.mkdir()
                 except OSError as error:
                     raise _cannot_write(self.folder, error) from error
         return self

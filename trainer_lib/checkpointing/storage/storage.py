@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer_lib.checkpointing.format.layout import deleted_beside, is_debris
 from trainer_lib.checkpointing.storage.base import Storage
-from trainer_lib.filesystem.atomic_files import replace_file, sync
+from trainer_lib.filesystem.atomic_files import make_folder, replace_file, sync
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 
@@ -51,7 +51,7 @@ class LocalStorage(Storage):
 
     def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
         """Write to a temporary file beside it, and rename that."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         replace_file(self._folder / name, write)
 
     def delete_files(self, names: Collection[str]) -> None:
@@ -62,7 +62,7 @@ class LocalStorage(Storage):
 
     def check_writable(self) -> None:
         """Create the folder, and a temporary file in it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         with tempfile.TemporaryFile(dir=self._folder):
             return
 
