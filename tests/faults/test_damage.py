@@ -2,9 +2,12 @@
 
 import json
 import logging
+import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from tests.worlds import run_world
 from trainer_lib import CheckpointError, load_checkpoint_in_model
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.checkpointing.load.find import open_state, verify_state
-from trainer_lib.checkpointing.load.verification import share
+from trainer_lib.checkpointing.load.verification import check_bytes, check_sizes, share
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.foundation.errors import DamagedError
 
@@ -123,6 +126,28 @@ def test_a_file_that_would_be_read_and_was_not_written_is_refused(state: Path) -
     (state / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(DamagedError, match=r"model.safetensors.index.json is not in its manifest\."):
         open_state(state)
+
+
+def test_a_link_to_itself_is_a_missing_file(state: Path) -> None:
+    (state / "model.safetensors").unlink()
+    (state / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(DamagedError, match=r"model\.safetensors is missing"):
+        verify_state(state)
+
+
+def test_a_checkpoint_is_not_damaged_because_no_more_files_can_be_opened(state: Path) -> None:
+    manifest = read_manifest(state)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    readers = [read_manifest, partial(check_sizes, manifest=manifest), partial(check_bytes, manifest=manifest)]
+    for read in readers:
+        os.close(lowest := os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))  # all numbers below are in use
+        try:
+            with pytest.raises(CheckpointError, match="cannot be read: Too many open files") as error:
+                read(state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not isinstance(error.value, DamagedError), 'which `resume="auto"` would rename'
 
 
 @pytest.mark.parametrize("state", ["shards"], indirect=True)

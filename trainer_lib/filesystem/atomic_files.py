@@ -1,5 +1,6 @@
 """Writing files atomically, and paths that must stay inside a folder."""
 
+import errno
 import os
 from collections.abc import Callable
 from itertools import accumulate
@@ -10,6 +11,8 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 
 _Path = TypeVar("_Path", bound=AnyPath)
+
+_OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO)
 
 
 def sync(path: Path) -> None:
@@ -40,6 +43,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def says_damaged(error: OSError) -> bool:
+    """Whether an error says that a file is missing, is no file or cannot be read from its disk.
+
+    Others say that this process may not read it, or not now: too many open files, no memory, a server that is away.
+    """
+    return error.errno in _OF_FILES
 
 
 def log_file(path: str | Path, owner: str) -> Path:
@@ -81,12 +92,17 @@ def path_inside(folder: _Path, name: object, source: str) -> _Path:
     path: Any = folder / pure
     if not _has_link(folder, pure):
         return path
-    root: Any = folder.resolve()
+    root: Any = Path(os.path.realpath(str(folder)))
     # The Hugging Face cache keeps the files of all versions in one folder, and links to them.
     if root.parent.name == "snapshots":
         root = root.parent.parent
-    if not path.resolve().is_relative_to(root):
-        raise CheckpointError(f"{source} names {name!r}, a link out of {folder} to {path.resolve()}. It is not read.")
+    target = Path(
+        os.path.realpath(path)
+    )  # `resolve` raises for a link to itself, which is a missing file to all readers
+    if not target.is_relative_to(root):
+        raise CheckpointError(
+            f"{source} names {name!r}, a link out of {folder} to {target}. It is not read. Replace the link by a copy."
+        )
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.format.plain_values import decode_plain
+from trainer_lib.filesystem.atomic_files import says_damaged
 from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
@@ -129,9 +130,9 @@ def read_manifest(folder: AnyPath) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         text = path.read_bytes()
-    except PermissionError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except OSError as error:
+        if not says_damaged(error):
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
         raise DamagedError(f"{path} is not the manifest of a checkpoint: {error}") from error
     try:
         content = read_json(text)

@@ -6,7 +6,7 @@ from typing import Any
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
 from trainer_lib.checkpointing.format.manifest import CHECKSUM, Manifest
 from trainer_lib.checkpointing.storage.storage import storage_of
-from trainer_lib.filesystem.atomic_files import path_inside
+from trainer_lib.filesystem.atomic_files import path_inside, says_damaged
 from trainer_lib.filesystem.checksums import for_each_file
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, DamagedError
@@ -22,8 +22,12 @@ def check_sizes(folder: AnyPath, manifest: Manifest) -> None:
 
     Raises:
         DamagedError: With the names of the wrong files.
+        CheckpointError: If the folder cannot be read.
     """
-    present = storage_of(folder).sizes()
+    try:
+        present = storage_of(folder).sizes()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}.") from error
     complaints = [*_wrong_sizes(folder, manifest.files, present), *_extra_files(manifest, present)]
     if complaints:
         raise damaged(folder, complaints)
@@ -112,9 +116,9 @@ def _stem(name: str) -> str:
 def _difference(folder: AnyPath, name: str, facts: Mapping[str, Any], checksum: Callable[[str], str]) -> str | None:
     try:
         actual = checksum(name)
-    except PermissionError as error:
-        raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
     except OSError as error:
+        if not says_damaged(error):
+            raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}.") from error
         return f"{name} cannot be read: {error.strerror}"
     expected = facts[CHECKSUM]
     return None if actual == expected else f"{name} has the checksum {actual} instead of {expected}"

@@ -38,7 +38,8 @@ class LocalStorage(Storage):
 
     def sizes(self) -> Mapping[str, int]:
         """Ask the disk for each file."""
-        paths = [Path(parent, name) for parent, _, names in os.walk(self._folder) for name in names]
+        walked = os.walk(self._folder, onerror=_raise_unless_missing)  # which leaves out what it cannot read
+        paths = [Path(parent, name) for parent, _, names in walked for name in names]
         return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
     def checksum(self, name: str) -> str:
@@ -100,6 +101,11 @@ class LocalStorage(Storage):
     def upload(self) -> None:
         """Do nothing: the files are local."""
         del self
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def remove(path: Path) -> None:
