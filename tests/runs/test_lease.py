@@ -95,6 +95,16 @@ def test_a_living_program_keeps_its_lease_and_a_killed_one_loses_it_at_once(tmp_
     assert not is_leased(tmp_path)
 
 
+def test_a_program_that_was_killed_while_it_created_its_lease_leaves_no_file(tmp_path: Path) -> None:
+    dies = "sys.addaudithook(lambda event, _: os.kill(os.getpid(), 9) if event == 'os.link' else None)"
+    killed = subprocess.run([sys.executable, "-c", f"import os, sys; {dies}\n{HOLDS}", str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    with Lease(tmp_path) as lease:
+        lease.acquire()
+        assert [path.name for path in tmp_path.iterdir()] == ["lease-00000001.json"]
+
+
 @pytest.mark.slow
 def test_a_second_program_that_resumes_a_run_is_refused_until_the_first_is_gone(tmp_path: Path, start: Any) -> None:
     first = start(TRAINS, tmp_path)

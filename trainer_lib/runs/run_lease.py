@@ -136,7 +136,8 @@ class Lease:
             if rivals:
                 file.unlink(missing_ok=True)
                 raise _in_use(rivals[0], _read(rivals[0]) or {})
-            for path in stale:
+            killed = (path for path in folder.glob(f".{_LEASES}.*") if _is_free(path))  # while they created a lease
+            for path in (*stale, *killed):
                 path.unlink(missing_ok=True)
             return file
 
