@@ -122,7 +122,8 @@ class JsonlLog(Callback):
         """Return the complete lines, each with its parsed entry."""
         if not self.path.exists():
             return []
-        read = [(line, _entry(line)) for line in self.path.read_text("utf-8").splitlines()]
+        # JSON escapes no line separators of Unicode, at which `splitlines` would cut a line too.
+        read = [(line, _entry(line)) for line in self.path.read_text("utf-8", errors="replace").split("\n")]
         return [(line, entry) for line, entry in read if entry is not None]
 
     def _write(

@@ -117,6 +117,18 @@ def test_a_resumed_run_removes_later_lines(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(path)] == [2, 4, 4]
 
 
+def test_a_resumed_run_keeps_lines_with_line_separators_and_removes_those_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = JsonlLog(path)
+    go_through([log], 2, log_every=2)
+    log.on_event(running(step=2), "sample", {"text": "one\u2028two\x85three"})
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"event": "log", "step": 2, "note": "\xff"}\n\x00\xfe\n')
+    go_through([JsonlLog(path)], 4, running(step=2))
+    entries = [json.loads(line) for line in path.read_bytes().splitlines()]  # at line feeds alone, of bytes
+    assert [entry.get("text") for entry in entries if entry["event"] == "sample"] == ["one\u2028two\x85three"]
+
+
 def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
     path = tmp_path / "log"
     stopped = go_through([JsonlLog(path)], 4, log_every=2)

@@ -65,7 +65,7 @@ def name_of(run: AnyPath, folder: AnyPath) -> str:
 def summarize_run(folder: AnyPath) -> RunSummary:
     """Return the summary of a run."""
     facts, file = facts_of(folder), history_file(folder)
-    history = _History(file) if file.is_file() and file.stat().st_size else None
+    history = _history(file)
     last = {} if history is None else history.last()
     begun = {} if history is None else history.newest("started", "resumed")
     heard = float(last.get("time") or facts.get("created") or time.time())
@@ -86,6 +86,14 @@ def summarize_run(folder: AnyPath) -> RunSummary:
     if save and (checkpoint := recorded_checkpoint(folder, str(save.get("path")))).is_dir():
         summary.checkpoint, summary.saved = str(checkpoint), save.get("time")
     return summary
+
+
+def _history(file: Path) -> "_History | None":
+    """Return the history of a run, if it has one that can be read: the list of runs works without it."""
+    try:
+        return _History(file) if file.is_file() and file.stat().st_size else None
+    except OSError:
+        return None
 
 
 class _History:

@@ -54,7 +54,7 @@ class JsonlTracker(BuiltInTracker):
         if self._resume_step is None:
             self.path.replace(self.path.with_name(f"{self.path.name}.old"))
             return
-        kept = [line for line in self.path.read_text("utf-8").splitlines() if self._is_kept(line)]
+        kept = [line for line in self.path.read_text("utf-8", errors="replace").split("\n") if self._is_kept(line)]
         replace_file(self.path, lambda path: path.write_text("".join(f"{line}\n" for line in kept), "utf-8"))
 
     @on_main_process
