@@ -395,3 +395,25 @@ def test_an_empty_spool_file_does_no_harm(tmp_path: Path) -> None:
     assert spool.path is not None
     assert [json.loads(line)["step"] for line in read_spool(spool.path)[1]] == [3]
     assert [waiting.path for waiting in find(tmp_path)] == [spool.path]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"format": "trainer_li', bytes(99), b"\xff\xfe\n"], ids=["cut", "zeros", "bytes"]
+)
+def test_a_damaged_spool_file_costs_only_its_own_values(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / "misbehaving.jsonl").write_bytes(content)
+    trackers = group(tmp_path, PATIENT)
+    trackers.log({"loss": 1.0}, step=1)
+    trackers.finish()
+    assert steps(tmp_path / "taken") == [1]
+    assert (tmp_path / "spool" / "misbehaving.jsonl").read_bytes() == content
+
+
+def test_lines_of_a_spool_survive_a_kill_and_line_separators(tmp_path: Path) -> None:
+    path, header = tmp_path / "spool.jsonl", {"format": "trainer_lib.spool", "token": "same"}
+    Spool(path, header).add([Entry("log", {"loss": 1.0, "text": "a\u2028b\x85c"}, step, 0.0, {}) for step in range(3)])
+    assert [json.loads(line)["step"] for line in read_spool(path)[1]] == [0, 1, 2]
+    path.write_bytes(path.read_bytes()[:-5])  # a kill while the last line was written
+    Spool(path, header).add([Entry("log", {"loss": 1.0}, 7, 0.0, {})])
+    assert [json.loads(line)["step"] for line in read_spool(path)[1]] == [0, 1, 7]

@@ -10,7 +10,10 @@ from typing import Any
 
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation.errors import StateError
+from trainer_lib.logging import get_logger
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
+
+_logger = get_logger(__name__)
 
 _MEMORY_LIMIT = 10_000
 
@@ -99,10 +102,17 @@ class Spool:
 
     def _take_over(self, path: Path) -> None:
         """Load the entries of an earlier program if they belong to this run; otherwise use another file name."""
-        header, lines = read_spool(path)
-        if header.get("token") == self._header.get("token"):
-            self._lines, self._is_written = lines, True
-            return
+        header: dict[str, Any] = {}
+        try:
+            header, lines = read_spool(path)
+        except (OSError, StateError) as error:  # the tracker still gets the values of this program
+            _logger.warning("Undelivered tracker values of an earlier program cannot be read. %s", error)
+        else:
+            if header.get("token") == self._header.get("token"):
+                self._lines, self._is_written = lines, True
+                with contextlib.suppress(OSError):  # the next line is not appended to one that a kill has cut
+                    replace_file(path, self._write)
+                return
         self.path = next(name for name in _names(path) if not name.exists())
 
 
@@ -112,7 +122,8 @@ def read_spool(path: Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         StateError: If the file is not a spool file.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    # JSON escapes no line separators of Unicode, at which `splitlines` would cut a line too.
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     try:
         header = json.loads(lines[0])
         if header["format"] != "trainer_lib.spool":
