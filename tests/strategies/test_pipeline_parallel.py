@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from tests.strategies.pipelines import assert_windows_are_one_process
+from tests.strategies.pipelines import assert_windows_are_one_process, window_batches
 from tests.strategies.split import (
     LENGTH,
     VOCABULARY,
@@ -165,6 +166,36 @@ def test_windows_of_four_stages_and_tied_weights(schedule: str) -> None:
         assert_windows_are_one_process(partial(gpt2, 4), schedule, 2)
     else:
         assert_windows_are_one_process(partial(gpt2, 4), schedule, 4, tp_size=2)
+
+
+def _gradients_of_equal_windows(schedule: str) -> list[Any]:
+    handler = TorchPipelineParallelConfig(schedule=schedule)
+    config = ParallelismConfig(pp_size=2, pp_handler=handler)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=5)
+    model = accelerator.prepare(made := model_of(_row), torch.optim.SGD(made.parameters(), lr=0.1))[0]
+
+    def loss_of(batch: Any) -> WeightedLoss:
+        return WeightedLoss(cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum"), 1.0)
+
+    gradients: list[Any] = []
+    for _ in range(2):
+        model.zero_grad()
+        accelerator.backward_window(model, loss_of, window_batches(0, 5))
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    return gradients
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "LoopedBFS",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("1F1B", "GPipe", "Interleaved1F1B", "DualPipeV")),
+    ],
+)
+def test_the_first_window_adds_gradients_in_the_order_of_the_next(schedule: str) -> None:
+    # A resumed run learns the shapes again, from the first micro-batch of its first window.
+    for first, second in run_world(_gradients_of_equal_windows, (schedule,)):
+        assert all(map(torch.equal, first, second))
 
 
 class Swaps(nn.Module):

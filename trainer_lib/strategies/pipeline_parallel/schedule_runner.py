@@ -13,6 +13,7 @@ from trainer_lib.strategies.pipeline_parallel.model_stages import Activations
 from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel, Specs, StagePass, drawn_seed
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import TensorSpec
 
+_FROM_LAST = "LoopedBFS"  # the schedule that computes the gradients of the last micro-batch first
 _KEPT = 4  # schedules, with the buffers of their messages
 
 Compute = Callable[[int], Tensor]
@@ -29,7 +30,9 @@ class _Layout(NamedTuple):
 class ScheduleRunner:
     """Computes the gradients of windows.
 
-    The first micro-batch of new shapes runs by itself, through one stage after the other: it shows what stages pass on.
+    One micro-batch of new shapes runs by itself, through one stage after the other: it shows what stages pass on. It is
+    the one whose gradients the schedule adds first. So each window adds gradients in the same order, also the first one
+    of a resumed run, which does not know the shapes yet.
 
     Args:
         model: The model.
@@ -72,32 +75,38 @@ class ScheduleRunner:
             return self._model.in_window(stage, received, self._seeds[index], lambda: compute(index))
 
     def _run(self, shapes: Sequence[Hashable]) -> None:
-        self._offset = 0
+        begin = 0
         for shape, group in groupby(shapes):
-            count = len(list(group))
-            if shape not in self._layouts:
-                self._run_alone(shape)
-                count -= 1
-            while count:
-                name, fitting = self._scheduled(count)
-                if fitting and self._layouts[shape].fits:
-                    self._run_schedule(name, fitting, shape)
-                    self._offset += fitting
-                    count -= fitting
-                else:
-                    self._run_alone(shape)
-                    count -= 1
+            end = begin + len(list(group))
+            self._run_equal(shape, begin, end)
+            begin = end
+
+    def _run_equal(self, shape: Hashable, begin: int, end: int) -> None:
+        """Run micro-batches of one shape."""
+        from_last = self._schedule == _FROM_LAST
+        while begin < end:
+            name, fitting = self._scheduled(end - begin)
+            layout = self._layouts.get(shape)
+            if layout is not None and layout.fits and fitting and (fitting == end - begin or not from_last):
+                self._run_schedule(name, fitting, shape, begin)
+                begin += fitting
+            elif from_last:
+                end -= 1
+                self._run_alone(shape, end)
+            else:
+                self._run_alone(shape, begin)
+                begin += 1
 
     def _scheduled(self, count: int) -> tuple[str, int]:
         """Return the schedule for up to `count` micro-batches, and how many of them it takes."""
         return ("", 0) if self._schedule is None else scheduled(self._schedule, count, self._model.exchange.size)
 
-    def _run_alone(self, shape: Hashable) -> None:
+    def _run_alone(self, shape: Hashable, index: int) -> None:
         """Run one micro-batch through one stage after the other."""
-        compute = self._compute
+        compute, self._offset = self._compute, index
         if shape not in self._layouts and self._model.gates.traces and compute is not None:
-            with self._around(self._offset):
-                self._model.prepare_window(lambda: compute(self._offset))
+            with self._around(index):
+                self._model.prepare_window(lambda: compute(index))
         stage_pass = StagePass(self._model, lambda stage, received: self.stage_forward(stage, 0, received))
         loss = stage_pass.forward()
         if shape not in self._layouts:
@@ -106,11 +115,11 @@ class ScheduleRunner:
             everywhere = all(self._model.exchange.gather_objects(fits))
             self._layouts[shape] = _Layout(received, passed_on, everywhere)
         stage_pass.keep(loss)
-        with self._around(self._offset):
+        with self._around(index):
             stage_pass.backward_of_stages([None if loss is None else torch.ones_like(loss)])
-        self._offset += 1
 
-    def _run_schedule(self, name: str, count: int, shape: Hashable) -> None:
+    def _run_schedule(self, name: str, count: int, shape: Hashable, begin: int) -> None:
+        self._offset = begin
         key = (name, count, shape)
         schedule = self._built.pop(key, None) or self._build(name, count, self._layouts[shape])
         self._built[key] = schedule
