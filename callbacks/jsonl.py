@@ -49,6 +49,7 @@ class JsonlLog(Callback):
         self._error: str | None = None
         self._traceback: str | None = None
         self._is_training = False
+        self._is_cut = False  # whether the last line may be incomplete, after a write that failed
         if skipped_steps:
             self.on_step_skipped: Any = self._write_skipped
 
@@ -137,8 +138,11 @@ class JsonlLog(Callback):
         header |= {"seconds": round(header["seconds"], 3), "time": round(time.time(), 3)}
         line = json.dumps(_plain({**header, **values, **header}), ensure_ascii=False, allow_nan=False)
         # Opened for each line: logs are rare, and a run that is killed leaves no open file.
+        text = f"\n{line}\n" if self._is_cut else f"{line}\n"
+        self._is_cut = True
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(text)
+        self._is_cut = False
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tests of the history as JSON lines."""
 
 import json
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import JsonlLog
 from trainer_lib.events import Dispatcher
+from trainer_lib.runs.run_history import History
 
 
 def strict(text: str) -> Any:
@@ -125,8 +127,25 @@ def test_a_resumed_run_keeps_lines_with_line_separators_and_removes_those_that_a
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"event": "log", "step": 2, "note": "\xff"}\n\x00\xfe\n')
     go_through([JsonlLog(path)], 4, running(step=2))
-    entries = [json.loads(line) for line in path.read_bytes().splitlines()]  # at line feeds alone, of bytes
-    assert [entry.get("text") for entry in entries if entry["event"] == "sample"] == ["one\u2028two\x85three"]
+    parsed = [json.loads(line) for line in path.read_bytes().splitlines()]  # at line feeds alone, of bytes
+    assert [entry.get("text") for entry in parsed if entry["event"] == "sample"] == ["one\u2028two\x85three"]
+
+
+def test_a_full_disk_costs_only_the_lines_that_it_does_not_take(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log, limits = JsonlLog(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.on_log(running(step=1), {"loss": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.on_log(running(step=2), {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes()[-1:] != b"\n", "the second line is cut"
+    for step in (3, 4):
+        log.on_log(running(step=step), {"loss": 3.0})
+    history = History(path).read()
+    assert history.places(history.curves["loss"].rows)["step"].tolist() == [1, 3, 4]
 
 
 def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:
