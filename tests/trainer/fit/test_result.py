@@ -1,6 +1,8 @@
 """The `FitResult`: as a table, as a data frame, as curves."""
 
 import io
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib.events import Best, Modifier, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.runs.report.report_data import contents
 from trainer_lib.runs.report.report_page import find_runs
 from trainer_lib.runs.run_summary import summarize_run
@@ -86,6 +89,23 @@ def test_a_run_has_a_report_in_its_folder(tmp_path: Path) -> None:
     assert '"status":"finished"' in text
     assert '"learning_rate"' in text
     assert trainer(arguments()).fit().report is None
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_report_writes_it_when_it_resumes(tmp_path: Path) -> None:
+    def train(dies: bool) -> list[str]:
+        def kill(event: str, details: Any) -> None:
+            if event == "open" and str(details[0]).endswith(".report.html.partial"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        if dies:
+            sys.addaudithook(kill)
+        trainer(arguments(output_dir=tmp_path, resume="auto", save_every=4)).fit()
+        (folder,) = tmp_path.iterdir()
+        return sorted(path.name for path in folder.iterdir())
+
+    with pytest.raises(ProcessFailedError, match="SIGKILL"):
+        run_forked(train, (True,), 1, timeout=60)
+    assert run_forked(train, (False,), 1, timeout=60) == [["checkpoints", "history.jsonl", "report.html", "run.json"]]
 
 
 class Fails(Modifier):

@@ -45,10 +45,14 @@ def write_running(folder: RunFolder, args: "TrainingArguments", is_new: bool) ->
 
 
 def write_end(folder: RunFolder, run: Run) -> None:
-    """Write how a run ended, and its report; a failure is logged, since the weights are there all the same."""
+    """Write how a run ended, and its report; a failure is logged, since the weights are there all the same.
+
+    The report comes first: a run that is killed before is not finished, and writes both when it resumes.
+    """
+    folder.facts |= {"status": run.state.status, "state": run.state.state_dict(), "metrics": dict(run.metrics)}
+    write_report(folder)
     try:
-        folder.write(status=run.state.status, state=run.state.state_dict(), metrics=dict(run.metrics))
-        write_report(folder)
+        folder.write()
     except (OSError, UnreachableError) as error:
         _logger.warning("How the run ended could not be written to %s: %s.", folder.path, error)
 
