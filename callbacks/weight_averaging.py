@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger
-from trainer_lib.foundation.errors import StateError
+from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.local_shards import local_shard, with_part
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies import Strategy
@@ -60,7 +60,13 @@ class WeightAverage(Modifier):
     # -- events --------------------------------------------------------------------------------------------------
 
     def on_fit_begin(self, run: Run) -> None:
-        tensors = {**_trained(run), **(_buffers(run) if self._has_buffers else {})}
+        trained = _trained(run)
+        if run.trained_parameters and not trained:
+            raise UnsupportedError(
+                f"{type(self).__name__} averages weights of the model, and the optimizers train none of them: the ZeRO "
+                "stages 1 to 3 of DeepSpeed train shards of their own. Leave it out, or shard with FSDP (fsdp=True)."
+            )
+        tensors = {**trained, **(_buffers(run) if self._has_buffers else {})}
         # The parameters themselves: FSDP2 replaces the local tensors inside them at the first forward.
         if run.accelerator is not None:
             self._strategy = run.accelerator.strategy

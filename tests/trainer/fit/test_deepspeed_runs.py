@@ -18,6 +18,7 @@ from tests.trainer.fit.test_sequence_parts import llama
 from tests.trainer.fit.test_sharded_runs import assert_same, run
 from tests.trainer.tasks import arguments, trainer
 from trainer_lib import ConfigurationError, DeepSpeedPlugin, UnsupportedError
+from trainer_lib.callbacks import EMA
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
@@ -170,3 +171,21 @@ def test_arguments_that_exclude_each_other_are_refused() -> None:
     assert plugin.agreed_precision(None) == plugin.agreed_precision("bf16") == "bf16"
     with pytest.raises(ConfigurationError, match=r"bf16.enabled is True in the DeepSpeed config, and mixed"):
         plugin.agreed_precision("no")
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+def test_averages_of_weights_are_refused_where_the_optimizer_trains_shards() -> None:
+    def train(stage: int) -> str:
+        args = arguments(max_steps=1, deepspeed=config(stage))
+        try:
+            trainer(args, callbacks=[EMA()]).fit()
+        except UnsupportedError as error:
+            return str(error)
+        return "trained"
+
+    assert run_forked(train, (0,), 2, timeout=100) == ["trained"] * 2
+    for stage in (1, 2, 3):
+        for message in run_forked(train, (stage,), 2, timeout=100):
+            assert message.startswith("EMA averages weights of the model, and the optimizers train none of them"), stage
