@@ -92,13 +92,12 @@ def path_inside(folder: _Path, name: object, source: str) -> _Path:
     path: Any = folder / pure
     if not _has_link(folder, pure):
         return path
-    root: Any = Path(os.path.realpath(str(folder)))
+    root = Path(os.path.realpath(str(folder)))
     # The Hugging Face cache keeps the files of all versions in one folder, and links to them.
     if root.parent.name == "snapshots":
         root = root.parent.parent
-    target = Path(
-        os.path.realpath(path)
-    )  # `resolve` raises for a link to itself, which is a missing file to all readers
+    # `resolve` would raise for a link to itself, which readers take for a missing file.
+    target = Path(os.path.realpath(path))
     if not target.is_relative_to(root):
         raise CheckpointError(
             f"{source} names {name!r}, a link out of {folder} to {target}. It is not read. Replace the link by a copy."
