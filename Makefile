@@ -83,7 +83,7 @@ lint: .venv/with-dev
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m tests.release.check_types
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict  # with --quiet it counts no warnings
 	$(BIN)/python -m tests.mutants --list >/dev/null
 	$(BIN)/python -m tests.mutation_score --list >/dev/null
 

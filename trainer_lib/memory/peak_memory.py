@@ -16,7 +16,7 @@ from trainer_lib.state.partial_state import PartialState
 class MemoryUse:
     """The peak memory of a block, in bytes.
 
-    Args:
+    Attributes:
         host: The resident memory of the process.
         host_growth: Its growth since the start of the block.
         device: The memory of tensors on the device; 0 without a device.

@@ -19,7 +19,7 @@ _FEW = 256
 class LossResult(NamedTuple):
     """The result of `compute_loss` for a batch.
 
-    Args:
+    Attributes:
         loss: With `weight` the sum of the losses of the items; without it their mean over the items that
             `Trainer.num_items` counts.
         weight: The number of items: valid tokens, samples, pixels.
