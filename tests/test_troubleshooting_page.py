@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```text\n(.*?)\n```", (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL)
-# Of other pages, the first lines: what follows them are places in the code.
-BLOCKS += re.findall(
-    r"```text\n((?:NonFiniteError|No rank has).*)\n",
-    "".join((ROOT / "docs" / page).read_text() for page in ("trainer.md", "debugging.md")),
-)
+BLOCKS = [
+    *re.findall(r"```text\n(.*?)\n```", (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL),
+    # Of other pages, the first lines: what follows them are places in the code.
+    *re.findall(
+        r"```text\n((?:NonFiniteError|No rank has).*)\n",
+        "".join((ROOT / "docs" / page).read_text() for page in ("trainer.md", "debugging.md")),
+    ),
+]
 # A string that continues on the next line, the values in it, and its escapes.
 JOINS = re.compile(r"[\"']\s*\n\s*f?[\"']")
 # What the code fills in: numbers, names, paths, and what the page leaves out.

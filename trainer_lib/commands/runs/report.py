@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     output = "where to (default: report.html in the folder of the run; here, if there are several, or a URL)"
     parser.add_argument("--output", metavar="FILE", type=lambda text: Path(text).expanduser(), help=output)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
-    parser.add_argument("--live", action="store_true", help="serve it on this machine, and go on while the runs do")
+    parser.add_argument(
+        "--live", action="store_true", help="serve it on this machine, and update it while the runs train"
+    )
     parser.add_argument(
         "--charts", metavar="DIR", type=Path, help="write each chart into a file of its own, for papers"
     )
