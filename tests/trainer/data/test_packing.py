@@ -8,9 +8,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trainer_lib import LossResult, Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.data.packing import PackedDataset, pack
 
@@ -115,6 +118,38 @@ def test_the_logits_of_a_row_are_those_of_its_samples() -> None:
                 torch.testing.assert_close(row[end : end + stop - start], alone, rtol=1e-4, atol=1e-5)
                 end += stop - start
         total += len(logits)
+
+
+@pytest.mark.parametrize("has_loss_fn", [False, True])
+def test_a_trainer_separates_the_samples_of_a_row(has_loss_fn: bool) -> None:
+    """A model of transformers does not while it fills its cache, as it does unless it is told otherwise."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    samples = [torch.randint(1, 50, (length,)).tolist() for length in (5, 9, 2, 7, 12, 3)]
+    with torch.no_grad():
+        losses = [model(torch.tensor([each]), labels=torch.tensor([each])).loss * (len(each) - 1) for each in samples]
+    expected = float(sum(losses)) / sum(len(each) - 1 for each in samples)
+
+    packed = PackedDataset(samples, 16)
+    args = TrainingArguments(
+        max_steps=1, learning_rate=1e-12, per_device_train_batch_size=len(packed), progress_bar=False, use_cpu=True
+    )
+    trainer = Trainer(
+        model, args, train_dataset=packed, eval_dataset=packed, loss_fn=shifted_loss if has_loss_fn else None
+    )
+    metrics = trainer.fit().metrics
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def shifted_loss(outputs: Any, labels: Tensor) -> LossResult:
+    """Return the sum over the targets, and their number."""
+    targets = labels[:, 1:].flatten()
+    loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets, reduction="sum")
+    return LossResult(loss, weight=(targets != -100).sum())
 
 
 def test_rows_have_as_many_targets_as_the_samples() -> None:

@@ -24,8 +24,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     A row has `input_ids`; `position_ids`, which start at 0 for each sample; and `labels`: those of the samples, or else
     their tokens, with -100 for the first token of each sample, since no earlier token predicts it. There is no
-    attention mask: models of transformers separate the samples of a row by their positions if you call them with
-    `use_cache=False`. A sample longer than a row is split into pieces.
+    attention mask: models of transformers separate the samples of a row by their positions. The Trainer calls them so;
+    where you call a model yourself, give `use_cache=False`. A sample longer than a row is split into pieces.
 
     Args:
         dataset: A map-style dataset of samples with `input_ids` (and possibly `labels`), or of lists of tokens.

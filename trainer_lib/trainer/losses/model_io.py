@@ -28,6 +28,7 @@ __all__ = [
     "LABEL_NAMES",
     "as_mapping",
     "batch_size",
+    "cache_option",
     "call_model",
     "check_names",
     "check_values",
@@ -38,6 +39,7 @@ __all__ = [
     "loss_of",
     "predictions_of",
     "split",
+    "takes_cache",
     "targets_of",
 ]
 
@@ -50,6 +52,26 @@ def call_model(model: Any, inputs: Any, **more: Any) -> Any:
         return model(*inputs, **more)
     named = as_mapping(inputs)
     return model(inputs, **more) if named is None else model(**named, **more)
+
+
+def takes_cache(bare: nn.Module) -> bool:
+    """Whether a forward of a model of transformers fills a cache of keys and values, unless it is told not to."""
+    base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # pyright: ignore[reportCallIssue] - of PEFT
+    if not hasattr(base, "loss_function") or not getattr(getattr(base, "config", None), "use_cache", False):
+        return False
+    return "use_cache" in inspect.signature(base.forward).parameters
+
+
+def cache_option(batch: Any) -> dict[str, bool]:
+    """Return the option by which a model of transformers separates the samples of a packed row by their positions.
+
+    With a cache it does not, and samples attend to those before them.
+    """
+    named = as_mapping(batch)
+    is_packed = (
+        named is not None and "position_ids" in named and named.keys().isdisjoint(("attention_mask", "use_cache"))
+    )
+    return {"use_cache": False} if is_packed else {}
 
 
 def batch_size(batch: Any) -> int:

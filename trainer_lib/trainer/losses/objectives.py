@@ -20,6 +20,7 @@ from trainer_lib.trainer.losses.loss_result import LossResult, Weight, ignored_l
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
     as_mapping,
+    cache_option,
     call_model,
     check_names,
     check_values,
@@ -27,6 +28,7 @@ from trainer_lib.trainer.losses.model_io import (
     loss_of,
     predictions_of,
     split,
+    takes_cache,
     targets_of,
 )
 
@@ -77,13 +79,16 @@ class LossFunction:
         self._count = count if _names_items(loss_fn) else None
         self._summed = summed(loss_fn)
         self._is_checked = self._has_compared = False
+        self._takes_cache = takes_cache(bare)
 
     def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch."""
         inputs, targets = split(batch, self._label_names)
         if not self._is_checked:
             self._check(inputs)
-        outputs = call_model(model, inputs)
+        is_asked = self._takes_cache and (type(inputs) is not dict or "position_ids" in inputs)  # most have none
+        more = cache_option(inputs) if is_asked else {}
+        outputs = call_model(model, inputs, **more)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
             if not self._has_compared:
@@ -112,7 +117,7 @@ class LossFunction:
         """Return the outputs of a model, and the loss if there are targets."""
         if targets_of(batch, self._label_names) is None:
             self._check(batch)
-            return call_model(model, batch), None
+            return call_model(model, batch, **(cache_option(batch) if self._takes_cache else {})), None
         result = self(model, batch, keeps_outputs)
         return result.outputs, result
 
@@ -170,6 +175,7 @@ class ModelLoss:
         self._is_checked = False
         self._device: torch.device | None = None  # of batches
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
+        self._takes_cache = takes_cache(bare)
 
     def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch.
@@ -203,13 +209,15 @@ class ModelLoss:
             self._is_checked = True
         if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_model(self._plain_loss, batch)
+        is_asked = self._takes_cache and (type(batch) is not dict or "position_ids" in batch)  # most have none
+        more = cache_option(batch) if is_asked else {}
         if self._divides is False or not torch.is_grad_enabled():
-            outputs = call_model(model, batch)
+            outputs = call_model(model, batch, **more)
             return outputs, _loss_of(outputs), None
         weight = self._count(batch)
         items = _items(weight, self._device)
         items.requires_grad_(self._divides is None)  # until it is known whether the loss depends on it
-        outputs = call_model(model, batch, num_items_in_batch=items)
+        outputs = call_model(model, batch, num_items_in_batch=items, **more)
         loss = _loss_of(outputs)
         if loss is None:
             return outputs, None, None
@@ -222,7 +230,7 @@ class ModelLoss:
         return "the model's own, averaged over all items of an update"
 
     def _plain_loss(self, batch: Any) -> Any:
-        return _loss_of(call_model(self._bare, batch))
+        return _loss_of(call_model(self._bare, batch, **(cache_option(batch) if self._takes_cache else {})))
 
 
 def _names_items(loss_fn: Any) -> bool:
