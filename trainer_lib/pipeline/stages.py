@@ -78,7 +78,7 @@ class Stage(nn.Module):
             if not hasattr(self.model, "get_input_embeddings"):
                 return tensor_of(self.model(inputs, **kwargs))
             name = "input_ids" if self.is_first else "inputs_embeds"
-            return tensor_of(self.model(**{name: inputs}, use_cache=False, **kwargs))
+            return tensor_of(self.model(**{**kwargs, name: inputs, "use_cache": False}))
 
 
 def tensor_of(output: Any) -> torch.Tensor:
