@@ -72,6 +72,17 @@ class Masked(nn.Module):
         return self.layer(x) * mask
 
 
+class WeighedLoss(nn.Module):
+    """A loss with weights of its own, such as those of face recognition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.eye(2))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs @ self.weights, targets)
+
+
 def arguments(**options: Any) -> TrainingArguments:
     settings: dict[str, Any] = {"use_cpu": True, "progress_bar": False, "max_steps": 3, **options}
     return TrainingArguments(**settings)
@@ -765,6 +776,11 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         ConfigurationError,
         "optimizer made a NoneType",
         {"optimizer": lambda: lambda _: None},
+    ),
+    "a loss with weights that nothing trains": (
+        ConfigurationError,
+        "loss_fn=WeighedLoss…weights, which is in no model and in no optimizer…model.loss_fn = loss_fn…requires_grad_",
+        {"loss_fn": WeighedLoss()},
     ),
     "models without a step": (
         ConfigurationError,

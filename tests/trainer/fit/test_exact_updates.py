@@ -467,3 +467,40 @@ def test_batches_that_nothing_counts_get_a_warning(caplog: pytest.LogCaptureFixt
         caplog.clear()
         kind(classifier(), arguments(), train_dataset=DataLoader(batches, batch_size=None)).fit()
         assert caplog.text.count("a batch of type Graphs cannot be counted") == warnings
+
+
+class Prototypes(nn.Module):
+    """A loss with weights of its own: the cross-entropy of the distances to one point for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = nn.Parameter(torch.randn(5, 5, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(-torch.cdist(outputs, self.points), targets)
+
+
+class Measured(nn.Module):
+    """A model with the weights of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.loss_fn = classifier(), Prototypes()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.body(inputs)
+
+
+@pytest.mark.parametrize("fsdp", [None, True])
+def test_weights_of_a_loss_that_is_a_part_of_the_model_are_trained(fsdp: bool | None) -> None:
+    def body(size: int, fsdp: bool | None) -> Tensor:
+        model = Measured()
+        args = arguments(per_device_train_batch_size=size, learning_rate=0.1, fsdp=fsdp)
+        Trainer(model, args, train_dataset=samples(16), loss_fn=model.loss_fn).fit()
+        points: Any = model.loss_fn.points
+        return (points.full_tensor() if fsdp else points).detach()
+
+    expected = body(8, None)
+    assert not torch.equal(expected, Prototypes().points)
+    for points in run_world(lambda: body(4, fsdp), num_processes=2):
+        torch.testing.assert_close(points, expected, rtol=1e-6, atol=1e-6)

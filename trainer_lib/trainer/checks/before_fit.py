@@ -140,6 +140,28 @@ def check_optimizers(optimizers: Mapping[str, Any], are_stepped_here: bool) -> N
             )
 
 
+def check_loss_parameters(trainer: TrainerInterface, optimizers: Mapping[str, Optimizer]) -> None:
+    """Check that the parameters of a `loss_fn` with weights of its own are trained.
+
+    Raises:
+        ConfigurationError: If one is in no model and in no optimizer.
+    """
+    loss_fn = trainer.loss_fn
+    if not isinstance(loss_fn, nn.Module):
+        return
+    trained = {id(parameter) for model in _models(trainer) for parameter in model.parameters()}
+    for optimizer in optimizers.values():
+        trained.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    for name, parameter in loss_fn.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            kind = type(loss_fn).__name__
+            raise ConfigurationError(
+                f"loss_fn={kind} has the parameter {name}, which is in no model and in no optimizer, so it would be "
+                "neither trained nor saved. Make it a part of the model, model.loss_fn = loss_fn, or freeze it: "
+                "loss_fn.requires_grad_(False)."
+            )
+
+
 def check_schedule_names(given: Any, optimizers: Mapping[str, Any]) -> None:
     """Check that schedules given by name have the names of optimizers."""
     for name in given if isinstance(given, Mapping) else ():

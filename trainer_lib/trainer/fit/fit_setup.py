@@ -122,6 +122,7 @@ def _optimizers(trainer: TrainerInterface) -> dict[str, Any]:
     if not named:
         raise ConfigurationError("configure_optimizer returned no optimizer. Return one, or a dict of them by name.")
     before_fit.check_optimizers(named, are_stepped_here=not trainer.parts.loss.has_own_step)
+    before_fit.check_loss_parameters(trainer, named)
     return named
 
 
