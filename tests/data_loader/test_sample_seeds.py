@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,24 @@ def test_batches_of_a_users_sampler_and_single_samples_are_seeded_too() -> None:
         single, num_processes=1, process_index=0, data_seed=5, low_memory_shuffle=True, seed_each_sample=True
     )
     assert {sample[0]: tuple(sample[1:]) for sample in single} == first
+
+
+class Unsized:
+    """Batches of a sampler that does not know how many it has, such as those filled up to a number of tokens."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[3, 1], [2], [0, 4, 5]])
+
+    def __len__(self) -> int:
+        raise TypeError("unknown")
+
+
+def test_batches_of_an_unknown_number_are_seeded_too() -> None:
+    (alone,) = _prepared()
+    first = _drawn(alone)
+    loader = DataLoader(Augmented(), batch_sampler=Unsized(), collate_fn=list)
+    loaders = worlds(loader, 2, data_seed=5, low_memory_shuffle=True, seed_each_sample=True)
+    assert _drawn(*loaders) == {index: first[index] for index in range(6)}
 
 
 def test_the_dataset_is_still_the_users() -> None:

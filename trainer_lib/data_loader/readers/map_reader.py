@@ -293,7 +293,7 @@ class MapReader(Reader):
         self._shard = shard
         by_batches = self._name == "batch_sampler"
         self._keys = SeededKeys(shard, by_batches) if self.seeds_samples else None
-        source: Any = self._keys or shard
+        source: Any = shard if self._keys is None else self._keys  # its truth would be its length
         if self._quarantine is not None:
             source = self._marks = MarkedKeys(source, by_batches, self.seeds_samples)
         self.swap(self._name, source)
