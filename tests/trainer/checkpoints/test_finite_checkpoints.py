@@ -219,6 +219,25 @@ def test_a_mask_of_infinities_is_finite_enough_with_and_without_averaged_weights
     assert read_manifest(result.last_checkpoint).nonfinite == []
 
 
+class Bounded(nn.Module):
+    """A network with a bound of Inf, in a module that the model has twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.bound = network(), nn.Module()
+        self.bound.register_buffer("upper", torch.tensor(math.inf))
+        self.likelihood = nn.ModuleDict({"bound": self.bound})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.network(inputs)
+
+
+def test_infinities_of_a_module_that_has_two_names_are_finite_enough(tmp_path: Path) -> None:
+    result = trainer(arguments(output_dir=tmp_path, max_steps=1), model=Bounded()).fit()
+    assert result.last_checkpoint is not None
+    assert read_manifest(result.last_checkpoint).nonfinite == []
+
+
 class Poisons(Modifier):
     """Returns a loss of NaN, once."""
 

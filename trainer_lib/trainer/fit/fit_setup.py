@@ -88,7 +88,7 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
 def infinite_buffers(context: FitContext) -> frozenset[str]:
     """Return the buffers that a model begins with infinities in, such as masks of attention."""
     modules = [context.accelerator.unwrap_model(model) for model in context.models]
-    buffers = [pair for module in modules for pair in module.named_buffers()]
+    buffers = [pair for module in modules for pair in module.named_buffers(remove_duplicate=False)]
     floats = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point() and not buffer.is_meta]
     return frozenset(canonical_name(name) for name, buffer in floats if bool(torch.isinf(buffer).any()))
 
