@@ -1,5 +1,6 @@
 """DataLoaders of many forms of data: each sample once, in one global order, with limits on the batches."""
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,6 +113,19 @@ def test_named_data_comes_as_a_dict(data: Any) -> None:
     assert torch.equal(batch["x"], X[:2])
     assert torch.equal(batch["y"], Y[:2])
     assert (batch["x"].dtype, batch["y"].dtype) == (torch.float32, torch.int64)
+
+
+class NoTruth(UserDict[str, torch.Tensor]):
+    """A mapping of columns that has a length, but no truth, as a TensorDict."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("no truth")
+
+
+def test_a_mapping_without_truth_is_read() -> None:
+    batch = _first(NoTruth({"x": X, "y": Y}))
+    assert torch.equal(batch["x"], X[:2])
+    assert torch.equal(batch["y"], Y[:2])
 
 
 def test_texts_single_arrays_and_tables_are_read() -> None:

@@ -142,7 +142,7 @@ def _from_arrays(data: Any, option: str) -> Columns | None:
         return Columns(data, option)
     if (
         isinstance(data, Mapping)
-        and data
+        and len(data)  # a TensorDict has no truth
         and all(_is_array(column) or isinstance(column, (list, tuple)) for column in data.values())
     ):
         return Columns(data, option)
