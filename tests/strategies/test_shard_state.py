@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,3 +276,24 @@ def test_a_parameter_is_replaced_under_all_of_its_names() -> None:
     replace(network, {network.first.weight: new})
     assert network.first.weight is new
     assert network.last.weight is new
+
+
+class _Counting(torch.optim.SGD):
+    """Counts its steps in a tensor of the group, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", torch.zeros(())) + 1
+        return super().step(closure)
+
+
+def test_tensors_in_groups_are_loaded_from_shards(tmp_path: Path) -> None:
+    def body() -> Any:
+        run = _Run(True, optimizer=lambda parameters: _Counting(parameters, lr=1e-2, momentum=0.9))
+        run.train(0, 2)
+        run.accelerator.save_state(tmp_path / "state")
+        run.train(2, 3)
+        run.accelerator.load_state(tmp_path / "state")
+        return run.optimizer.param_groups[0]["steps"]
+
+    assert run_world(body, num_processes=2) == [torch.tensor(2.0)] * 2

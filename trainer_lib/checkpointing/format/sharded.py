@@ -102,6 +102,9 @@ class ShardedOptimizer(State):
             else values
             for name, values in state["state"].items()
         }
+        state["param_groups"] = [  # some optimizers count their steps there, in a tensor
+            {key: _sharded_like(value, None) for key, value in group.items()} for group in state["param_groups"]
+        ]
         return state
 
 
