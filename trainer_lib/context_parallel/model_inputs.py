@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.batch_fields import as_mapping
+from trainer_lib.modules.module_kinds import is_transformers_model
 from trainer_lib.modules.unwrapping import without_adapter
 
 
@@ -17,7 +18,7 @@ def takes_positions(model: nn.Module) -> bool:
 def separates_documents(model: nn.Module, batch: Any) -> bool:
     """Whether attention stays within documents: in models of transformers, unless they use a cache."""
     base = without_adapter(model)
-    if not any(kind.__name__ == "PreTrainedModel" for kind in type(base).__mro__):
+    if not is_transformers_model(base):
         return False
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return True  # which uses none

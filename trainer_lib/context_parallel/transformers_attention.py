@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from trainer_lib.context_parallel.active import CutSequences
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.modules.module_kinds import is_transformers_model
 
 NAME = "context_parallel"
 _REPLACED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
@@ -40,7 +41,7 @@ def use_context_parallel_attention(model: nn.Module) -> list[int]:
 
 def _pretrained_models(model: nn.Module) -> list[Any]:
     """Return the outermost models of transformers within a model."""
-    if any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+    if is_transformers_model(model):
         return [model]
     return [found for child in model.children() for found in _pretrained_models(child)]
 

@@ -1,4 +1,4 @@
-"""Whether a model is of PEFT, has DTensors, is split by transformers, or has layers that compute in 8 or 4 bits."""
+"""Whether a model is of PEFT or transformers, has DTensors, is split, or has layers that compute in 8 or 4 bits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,11 @@ from trainer_lib.modules.unwrapping import extract_model_from_parallel
 def is_peft_model(model: nn.Module) -> bool:
     """Whether a model is one of PEFT, inside the wrappers of distributed training too."""
     return _is_a(type(extract_model_from_parallel(model)), "peft", "PeftModel")
+
+
+def is_transformers_model(model: object) -> bool:
+    """Whether a model itself, not one inside it, is of transformers."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

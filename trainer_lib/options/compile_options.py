@@ -51,7 +51,7 @@ class TorchDynamoPlugin(KwargsHandler):
         disable: Compile nothing, and keep all other options.
         use_regional_compilation: Compile the repeated blocks of a model, all with one compilation, in place of the
             whole model. A model without repeated blocks is compiled whole. Blocks that get different inputs (such as a
-            key-value cache with an index for each block: train with `use_cache=False`) are compiled one by one.
+            cache of keys and values, which a loop of your own calls off by `use_cache=False`) are compiled one by one.
 
     Example:
         >>> TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs()

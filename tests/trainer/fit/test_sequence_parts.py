@@ -168,7 +168,6 @@ def bert(**options: Any) -> dict[str, Any]:
 def packed(**options: Any) -> dict[str, Any]:
     parts = llama()
     samples = [row["input_ids"].tolist() for row in parts["train_dataset"]]
-    parts["model"].config.use_cache = False  # with a cache, models of transformers do not separate documents
     return {"model": parts["model"], "train_dataset": PackedDataset(samples, length=38), **options}
 
 

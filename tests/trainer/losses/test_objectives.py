@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.trainer.tasks import arguments, network, points
-from trainer_lib import ConfigurationError, LossResult, Trainer
+from trainer_lib import ConfigurationError, LossResult, Trainer, TrainingArguments
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.loss_result import summed
-from trainer_lib.trainer.losses.model_io import count_items
-from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss
+from trainer_lib.trainer.losses.model_io import call_model, count_items
+from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, without_cache
 
 INPUTS, TARGETS = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, -100, 2])
 BATCH = {"inputs": INPUTS, "labels": TARGETS}
@@ -323,3 +323,45 @@ def test_targets_that_are_probabilities_weigh_one_each() -> None:
     loss, weight = total(outputs, targets)[:2]
     assert float(weight) == 4 * 3  # of each place; the classes lie along dimension 1
     assert float(loss) == pytest.approx(float(cross_entropy(outputs, targets, reduction="sum")), rel=1e-6)
+
+
+def _caches(model: Any, **options: Any) -> list[bool]:
+    """Return whether a cache was filled, for the forwards of a training step, an evaluation and predictions."""
+    rows = [{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 2
+    arguments = TrainingArguments(max_steps=1, progress_bar=False, use_cpu=True)
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, **options)
+    trainer.fit()
+    seen: list[bool] = []
+    model.register_forward_hook(lambda *call: seen.append(call[-1].past_key_values is not None))
+    trainer.fit()
+    trainer.predict([{"input_ids": torch.arange(6)}] * 2)
+    return seen
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    return LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, **sizes))
+
+
+def _shifted(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_fn": _shifted}], ids=["the model's loss", "a function"])
+def test_models_of_transformers_fill_no_cache(options: dict[str, Any]) -> None:
+    assert set(_caches(_llama(), **options)) == {False}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of PEFT
+def test_a_batch_may_ask_for_a_cache_and_so_do_prefixes_of_peft() -> None:
+    from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+
+    asked = {"input_ids": torch.arange(6)[None], "use_cache": True}
+    model = _llama()
+    assert call_model(model, asked, **without_cache(model)).past_key_values is not None
+    adapted: Any = get_peft_model(_llama(), LoraConfig(task_type="CAUSAL_LM"))
+    assert without_cache(adapted) == without_cache(torch.compile(_llama())) == {"use_cache": False}
+    prefixed: Any = get_peft_model(_llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert without_cache(prefixed) == without_cache(nn.Linear(1, 1)) == {}

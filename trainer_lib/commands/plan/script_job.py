@@ -22,6 +22,7 @@ from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.losses.model_io import call_model, predictions_of
+from trainer_lib.trainer.losses.objectives import without_cache
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.tools.check_request import fits_handed_to
 from trainer_lib.trainer.trainer_interface import TrainerInterface
@@ -144,7 +145,7 @@ class _Loss:
         if loss_fn is None:
             return loss_or_outputs(model, batch)
         inputs, targets = split(batch, trainer.args.label_names)
-        outputs = call_model(model, inputs)
+        outputs = call_model(model, inputs, **without_cache(model))
         is_of_torch = str(getattr(getattr(loss_fn, "func", loss_fn), "__module__", type(loss_fn).__module__))
         value = loss_fn(predictions_of(outputs) if is_of_torch.startswith("torch.") else outputs, targets)
         return value.loss if isinstance(value, LossResult) else value

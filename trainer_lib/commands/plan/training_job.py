@@ -13,6 +13,7 @@ from trainer_lib.modules.example_inputs import example_batch
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.model_io import call_model, loss_of, predictions_of
+from trainer_lib.trainer.losses.objectives import without_cache
 
 MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer]
 
@@ -60,7 +61,7 @@ def job_of_model(model: nn.Module, batch_size: int, sequence_length: int, args: 
 
 def loss_or_outputs(model: Any, batch: Any) -> Any:
     """Return the loss that a model computes itself, or else its outputs."""
-    outputs = call_model(model, batch)
+    outputs = call_model(model, batch, **without_cache(model))
     loss = loss_of(outputs)
     return predictions_of(outputs) if loss is None else loss
 

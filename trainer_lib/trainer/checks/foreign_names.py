@@ -27,7 +27,7 @@ NONE_HERE: dict[str, str] = {
     "activation_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
     "gradient_checkpointing_kwargs": "call model.gradient_checkpointing_enable(…) with them, before the Trainer",
     "liger_kernel_config": "apply Liger's kernels to the model, before the Trainer",
-    "use_cache": "set model.config.use_cache",
+    "use_cache": "the Trainer calls models of transformers without their cache, which only generation reads",
     "neftune_noise_alpha": "give Trainer(…, callbacks=[NEFTune(alpha)])",
     "torch_empty_cache_steps": f"{_NOT_YET}; a callback can call clear_device_cache",
     "auto_find_batch_size": 'give per_device_train_batch_size="auto", which does not change updates',

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.batch_fields import IGNORE_INDEX, targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.modules.module_kinds import is_transformers_model
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.evaluation.eval_mode import evaluating
 from trainer_lib.trainer.losses.model_io import call_model, loss_of
@@ -114,4 +115,4 @@ def device_of(bare: nn.Module) -> torch.device:
 
 def is_from_transformers(bare: nn.Module) -> bool:
     """Whether a model is from transformers, where all models ignore the label -100."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(without_adapter(bare)).__mro__)
+    return is_transformers_model(without_adapter(bare))

@@ -28,7 +28,6 @@ __all__ = [
     "LABEL_NAMES",
     "as_mapping",
     "batch_size",
-    "cache_option",
     "call_model",
     "check_names",
     "check_values",
@@ -39,39 +38,24 @@ __all__ = [
     "loss_of",
     "predictions_of",
     "split",
-    "takes_cache",
     "targets_of",
 ]
 
 
 def call_model(model: Any, inputs: Any, **more: Any) -> Any:
-    """Call a model with a batch: mappings and dataclasses by name, tuples and lists by position, a tensor alone."""
+    """Call a model with a batch: mappings and dataclasses by name, tuples and lists by position, a tensor alone.
+
+    Args:
+        model: The model.
+        inputs: The batch.
+        **more: Options; those in the batch take precedence.
+    """
     if type(inputs) is Tensor:  # first, as the most frequent case
         return model(inputs, **more)
     if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
         return model(*inputs, **more)
     named = as_mapping(inputs)
-    return model(inputs, **more) if named is None else model(**named, **more)
-
-
-def takes_cache(bare: nn.Module) -> bool:
-    """Whether a forward of a model of transformers fills a cache of keys and values, unless it is told not to."""
-    base: Any = bare.get_base_model() if hasattr(bare, "get_base_model") else bare  # pyright: ignore[reportCallIssue] - of PEFT
-    if not hasattr(base, "loss_function") or not getattr(getattr(base, "config", None), "use_cache", False):
-        return False
-    return "use_cache" in inspect.signature(base.forward).parameters
-
-
-def cache_option(batch: Any) -> dict[str, bool]:
-    """Return the option by which a model of transformers separates the samples of a packed row by their positions.
-
-    With a cache it does not, and samples attend to those before them.
-    """
-    named = as_mapping(batch)
-    is_packed = (
-        named is not None and "position_ids" in named and named.keys().isdisjoint(("attention_mask", "use_cache"))
-    )
-    return {"use_cache": False} if is_packed else {}
+    return model(inputs, **more) if named is None else model(**{**more, **named})
 
 
 def batch_size(batch: Any) -> int:
@@ -248,8 +232,10 @@ def _keywords_taken(model: Any, annotation: Any) -> tuple[list[str], bool]:
     if hasattr(model, "get_base_model"):  # an adapter of PEFT, which passes keywords to its base model
         further, takes_any = _parameters_taken(model.get_base_model())
         return list(further), takes_any
+    from trainer_lib.modules.module_kinds import is_transformers_model
+
     declared = _unpacked(model, annotation)
-    if declared is None and any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+    if declared is None and is_transformers_model(model):
         # Most models of transformers list the keywords they take there, and ignore all others.
         declared = getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
     of_loss = [SHIFTED_LABELS] if hasattr(model, "loss_function") else []  # the loss of transformers takes it besides

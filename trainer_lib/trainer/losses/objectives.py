@@ -13,6 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.pytree import find_device
 from trainer_lib.foundation.signatures import parameter_names
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.losses.loss_checks import check_compared, check_loss, comparison_error
@@ -20,7 +21,6 @@ from trainer_lib.trainer.losses.loss_result import LossResult, Weight, ignored_l
 from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import (
     as_mapping,
-    cache_option,
     call_model,
     check_names,
     check_values,
@@ -28,7 +28,6 @@ from trainer_lib.trainer.losses.model_io import (
     loss_of,
     predictions_of,
     split,
-    takes_cache,
     targets_of,
 )
 
@@ -79,16 +78,14 @@ class LossFunction:
         self._count = count if _names_items(loss_fn) else None
         self._summed = summed(loss_fn)
         self._is_checked = self._has_compared = False
-        self._takes_cache = takes_cache(bare)
+        self._options = without_cache(bare)
 
     def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch."""
         inputs, targets = split(batch, self._label_names)
         if not self._is_checked:
             self._check(inputs)
-        is_asked = self._takes_cache and (type(inputs) is not dict or "position_ids" in inputs)  # most have none
-        more = cache_option(inputs) if is_asked else {}
-        outputs = call_model(model, inputs, **more)
+        outputs = call_model(model, inputs, **self._options)
         if self._summed is not None:
             predictions = outputs if type(outputs) is Tensor else predictions_of(outputs)
             if not self._has_compared:
@@ -117,7 +114,7 @@ class LossFunction:
         """Return the outputs of a model, and the loss if there are targets."""
         if targets_of(batch, self._label_names) is None:
             self._check(batch)
-            return call_model(model, batch, **(cache_option(batch) if self._takes_cache else {})), None
+            return call_model(model, batch, **self._options), None
         result = self(model, batch, keeps_outputs)
         return result.outputs, result
 
@@ -175,7 +172,7 @@ class ModelLoss:
         self._is_checked = False
         self._device: torch.device | None = None  # of batches
         self._divides = None if _may_take_items(bare) else False  # None: not known yet
-        self._takes_cache = takes_cache(bare)
+        self._options = without_cache(bare)
 
     def __call__(self, model: Any, batch: Any, keeps_outputs: bool = True) -> LossResult:
         """Return the loss of a batch.
@@ -209,15 +206,13 @@ class ModelLoss:
             self._is_checked = True
         if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_model(self._plain_loss, batch)
-        is_asked = self._takes_cache and (type(batch) is not dict or "position_ids" in batch)  # most have none
-        more = cache_option(batch) if is_asked else {}
         if self._divides is False or not torch.is_grad_enabled():
-            outputs = call_model(model, batch, **more)
+            outputs = call_model(model, batch, **self._options)
             return outputs, _loss_of(outputs), None
         weight = self._count(batch)
         items = _items(weight, self._device)
         items.requires_grad_(self._divides is None)  # until it is known whether the loss depends on it
-        outputs = call_model(model, batch, num_items_in_batch=items, **more)
+        outputs = call_model(model, batch, num_items_in_batch=items, **self._options)
         loss = _loss_of(outputs)
         if loss is None:
             return outputs, None, None
@@ -230,7 +225,24 @@ class ModelLoss:
         return "the model's own, averaged over all items of an update"
 
     def _plain_loss(self, batch: Any) -> Any:
-        return _loss_of(call_model(self._bare, batch, **(cache_option(batch) if self._takes_cache else {})))
+        return _loss_of(call_model(self._bare, batch, **self._options))
+
+
+def without_cache(bare: nn.Module) -> dict[str, bool]:
+    """Return the option with which a model of transformers does not fill its cache of keys and values.
+
+    Generation alone reads it. A forward that fills it copies keys and values, and lets the samples of a packed row
+    attend to those before them. Prefixes of PEFT are in it, so a model with them gets no option.
+    """
+    model: Any = getattr(bare, "_orig_mod", bare)  # of torch.compile
+    base = without_adapter(model)
+    if not getattr(getattr(base, "config", None), "use_cache", False):
+        return {}
+    from trainer_lib.modules.module_kinds import is_transformers_model
+
+    has_prefix = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    takes_option = "use_cache" in inspect.signature(type(base).forward).parameters
+    return {"use_cache": False} if takes_option and is_transformers_model(base) and not has_prefix else {}
 
 
 def _names_items(loss_fn: Any) -> bool:

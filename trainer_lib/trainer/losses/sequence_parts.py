@@ -15,6 +15,7 @@ from trainer_lib.strategies.base import Surroundings
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.losses.label_shift import probing
 from trainer_lib.trainer.losses.loss_result import LossResult, ignored_label
+from trainer_lib.trainer.losses.objectives import without_cache
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 _FEW = 32  # positions that the first batch is checked with, at least
@@ -94,13 +95,14 @@ class SequenceParts:
                 "Trainer(loss_fn=torch.nn.functional.cross_entropy) with labels that the dataset has shifted already "
                 "(the target of position i is token i + 1), or set cp_size and sp_size to 1."
             )
+        options = {} if self._loss.is_overridden else without_cache(bare)  # of the Trainer's own calls
         return BatchCut(
             self._parallel.ranks.layout,
             self._label_names,
             ignored_label(loss_fn),
             shifts_labels=shifts and loss_fn is None,
             takes_positions=takes_positions(bare),
-            separates_documents=separates_documents(bare, batch),
+            separates_documents=separates_documents(bare, options or batch),
         )
 
     def _compare(self, model: Any, batch: Any, cut: BatchCut) -> None:
