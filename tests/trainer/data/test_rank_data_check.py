@@ -224,6 +224,13 @@ class Once(Stream):
         return self.left
 
 
+class SplitOnce(Once):
+    """A stream split by hand that can be read only once."""
+
+    def __init__(self) -> None:
+        self.left = iter(list(zip(*points(), strict=True))[rank() :: 2])
+
+
 STREAM: dict[str, Any] = {"lr_scheduler": "constant"}
 
 
@@ -245,7 +252,8 @@ def test_equal_streams_of_workers_raise_no_error(make: Callable[[], Any]) -> Non
     assert error_of_all(make, num_workers=2, **STREAM) == ""
 
 
-def test_unseeded_streams_are_a_warning() -> None:
+@pytest.mark.parametrize(("make", "text"), [(Simulated, "train_dataset[0] is"), (SplitOnce, "All ranks must read")])
+def test_streams_that_cannot_be_read_alike_again_are_a_warning(make: Callable[[], Any], text: str) -> None:
     def body() -> tuple[str, int]:
         import logging
 
@@ -253,8 +261,8 @@ def test_unseeded_streams_are_a_warning() -> None:
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("trainer_lib").addHandler(handler)
-        error = fit(Simulated(), **STREAM)
-        return error, sum("reads other data than rank 0. train_dataset[0]" in text for text in records)
+        error = fit(make(), **STREAM)
+        return error, sum(f"Rank 1 reads other data than rank 0. {text}" in record for record in records)
 
     assert run_world(body) == [("", 1), ("", 0)]
 

@@ -57,7 +57,7 @@ def checked_stream(group: ProcessGroup, loader: PreparedLoader, batches: Iterato
     first = next(batches, _END)
     digests: list[int | None] = group.all_gather_objects(loader.opening_digest)
     if None not in digests and len(set(digests)) > 1:
-        _explain_streams(group, loader.dataset)
+        _explain_streams(group, loader.dataset, digests)
     return batches if first is _END else chain((first,), batches)
 
 
@@ -76,21 +76,24 @@ def _check(group: ProcessGroup, dataset: Any, keys: Sequence[Any] | None, option
         )
 
 
-def _explain_streams(group: ProcessGroup, dataset: Any) -> None:
+def _explain_streams(group: ProcessGroup, dataset: Any, digests: Sequence[int | None]) -> None:
+    """Raise if the ranks read different samples each time; warn if that is not known."""
+
     def read() -> Reading:
         return _fingerprints(samples_of_stream(dataset, _COUNT))
 
     reading = read()
     readings: list[Reading] = group.all_gather_objects(reading)
-    if different := _different(readings):
-        error = (
-            f"{_difference(readings, different, 'train_dataset', range(_COUNT))} All ranks must read the same "
-            "samples, of which each keeps its part. If the dataset already yields different samples on each rank, set "
-            "its attribute is_split_between_processes = True. If its samples are random, seed them."
-        )
-        if _is_repeatable(group, reading, read):
-            raise DistributedOperationException(error)
-        _logger.warning("%s", error)
+    different = _different(readings)
+    ranks = different or [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    error = (
+        f"{_difference(readings, ranks, 'train_dataset', range(_COUNT))} All ranks must read the same samples, of "
+        "which each keeps its part. If the dataset already yields different samples on each rank, set its attribute "
+        "is_split_between_processes = True. If its samples are random, seed them."
+    )
+    if different and _is_repeatable(group, reading, read):
+        raise DistributedOperationException(error)
+    _logger.warning("%s", error)
 
 
 def _fingerprints(samples: list[Any] | None) -> Reading:
