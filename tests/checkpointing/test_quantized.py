@@ -1,14 +1,16 @@
 """Quantized optimizer states are saved without conversion, and a name in a file imports no other class."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.worlds import run_world
-from trainer_lib import CheckpointError, Trainer, TrainingArguments
+from trainer_lib import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, Trainer, TrainingArguments
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, as it is imported
@@ -73,3 +75,87 @@ def test_no_other_class_is_imported_for_a_name_in_a_file(name: str) -> None:
     tree = {"$quantized": name, "parts": {}, "context": [], "size": [1], "stride": [1]}
     with pytest.raises(CheckpointError, match="which this version does not know"):
         decode(Encoded({"value": tree}))
+
+
+def _sharded(name: str, folder: Path, form: str, rows: int = 64) -> Any:
+    """Return a step of a training under FSDP, its accelerator, and the states of its optimizer as floats."""
+    import torchao.optim
+
+    torch.compiler.set_stance("force_eager")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, rows))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(state_dict_type=form))
+    optimizer = getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(number: int) -> list[Tensor]:
+        inputs = torch.randn(12, 128, generator=torch.Generator().manual_seed(number))
+        mine = inputs.chunk(accelerator.num_processes)[accelerator.process_index]
+        accelerator.backward(model(mine).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return [weight.full_tensor().detach().clone() for weight in model.parameters()]
+
+    def states() -> list[Tensor]:
+        values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, DTensor)]
+        floats = [local.dequantize() if hasattr(local := value.to_local(), "dequantize") else local for value in values]
+        return [
+            DTensor.from_local(local, value.device_mesh, value.placements).full_tensor()
+            for local, value in zip(floats, values, strict=True)
+        ]
+
+    return SimpleNamespace(accelerator=accelerator, step=step, states=states, folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_sharded_states_are_saved_and_loaded_without_conversion(name: str, form: str, tmp_path: Path) -> None:
+    def body() -> None:
+        first = _sharded(name, tmp_path, form)
+        for number in range(3):
+            first.step(number)
+        first.accelerator.save_state(tmp_path / "state")
+        saved, expected = first.states(), [first.step(number) for number in range(3, 6)]
+        first.accelerator.free_memory()
+        second = _sharded(name, tmp_path, form)
+        second.accelerator.load_state(tmp_path / "state")
+        assert all(map(torch.equal, second.states(), saved))
+        for number, weights in zip(range(3, 6), expected, strict=True):
+            assert all(map(torch.equal, second.step(number), weights))
+
+    run_world(body, (), 2, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_sharded_states_load_on_another_number_of_ranks(form: str, tmp_path: Path) -> None:
+    def save() -> list[Tensor]:
+        training = _sharded("AdamW8bit", tmp_path, form)
+        for number in range(3):
+            training.step(number)
+        training.accelerator.save_state(tmp_path / "state")
+        return training.states()
+
+    def load() -> list[Tensor]:
+        training = _sharded("AdamW8bit", tmp_path, form)
+        training.accelerator.load_state(tmp_path / "state")
+        return training.states()
+
+    saved = run_world(save, (), 2, timeout=120)[0]
+    for processes in (1, 4):
+        loaded = run_world(load, (), processes, timeout=120)[0]
+        assert len(loaded) == len(saved) == 8
+        assert all(map(torch.equal, loaded, saved)), processes
+
+
+def test_states_whose_shards_differ_in_size_are_refused(tmp_path: Path) -> None:
+    def body() -> str:
+        training = _sharded("AdamW8bit", tmp_path, "SHARDED_STATE_DICT", rows=65)
+        training.step(0)
+        with pytest.raises(CheckpointError) as refused:
+            training.accelerator.save_state(tmp_path / "state")
+        return str(refused.value)
+
+    for message in run_world(body, (), 2, timeout=120):
+        assert "a weight of (65, 128) is not split by rows into 2 equal shards" in message

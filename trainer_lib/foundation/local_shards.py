@@ -3,6 +3,7 @@
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -16,8 +17,13 @@ def local_shard(tensor: Any) -> Tensor:
     return inner if (inner.shape, inner.dtype) == (local.shape, local.dtype) else local
 
 
-def with_part(like: Any, part: Tensor) -> Any:
+def with_part(like: Any, part: Tensor, shape: torch.Size | None = None) -> Any:
     """Return a tensor that is split like another one, given this rank's part; a part of a plain tensor is all of it.
+
+    Args:
+        like: The other tensor.
+        part: This rank's part.
+        shape: The shape of the whole tensor; by default the other one's.
 
     Operations on a DTensor would return the same, but look up torch's rules of layouts for each new shape.
     """
@@ -27,6 +33,8 @@ def with_part(like: Any, part: Tensor) -> Any:
 
     spec = copy(like._spec)
     spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    if shape is not None and shape != like.shape:
+        spec.tensor_meta = spec.tensor_meta._replace(shape=shape, stride=torch.empty(shape, device="meta").stride())
     # Not from_local, which moves a part that is kept in host memory to the device of the mesh.
     return DTensor(part, spec, requires_grad=False)
 

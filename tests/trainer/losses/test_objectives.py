@@ -362,6 +362,7 @@ def test_a_batch_may_ask_for_a_cache_and_so_do_prefixes_of_peft() -> None:
     model = _llama()
     assert call_model(model, asked, **without_cache(model)).past_key_values is not None
     adapted: Any = get_peft_model(_llama(), LoraConfig(task_type="CAUSAL_LM"))
-    assert without_cache(adapted) == without_cache(torch.compile(_llama())) == {"use_cache": False}
+    compiled: Any = torch.compile(_llama())
+    assert without_cache(adapted) == without_cache(compiled) == {"use_cache": False}
     prefixed: Any = get_peft_model(_llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert without_cache(prefixed) == without_cache(nn.Linear(1, 1)) == {}

@@ -18,6 +18,7 @@ from trainer_lib.checkpointing.format.state_parts import State, StateOptions, We
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.foundation.local_shards import local_shard
 from trainer_lib.tensor_files.file_contents import Content, Json
+from trainer_lib.tensor_files.quantized_states import QuantizedState
 from trainer_lib.tensor_files.rank_shards import (
     SHARDS_ENDING,
     Chunk,
@@ -123,13 +124,25 @@ def filled_like(target: Any, saved: SavedTensor) -> Tensor:
     if not hasattr(target, "_local_tensor"):
         return saved.read().to(target.device)
     filled: Any = torch.empty_like(target, dtype=saved.dtype, requires_grad=False)
-    sizes, offsets = _region(target.shape, target.device_mesh, target.placements)
-    if filled._local_tensor.numel():
-        filled._local_tensor.copy_(saved.read(offsets, sizes))
+    _fill(filled, saved)
     return filled
 
 
+def _fill(target: Any, saved: SavedTensor) -> None:
+    if not hasattr(target, "_local_tensor"):
+        target.copy_(saved.read())
+    elif target._local_tensor.numel():
+        sizes, offsets = _region(target.shape, target.device_mesh, target.placements)
+        target._local_tensor.copy_(saved.read(offsets, sizes))
+
+
 def _sharded_like(value: Any, parameter: Any) -> Any:
+    if isinstance(value, QuantizedState):
+        if not hasattr(parameter, "_local_tensor"):
+            return value.mapped(SavedTensor.read).joined()
+        return value.split_like(
+            parameter, lambda parts: [_fill(part, value.parts[name]) for name, part in parts.items()]
+        )
     if not isinstance(value, SavedTensor):
         return value
     if parameter is None or not hasattr(parameter, "_local_tensor") or not value.shape:

@@ -9,7 +9,6 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,6 @@ from trainer_lib.checkpointing.format.plain_values import DEFAULT_FACTORIES, Pla
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.tensor_files.safetensors import unsupported_reason
-
-# The states of torchao's optimizers: tensors made of other tensors. A name in a file imports no other class.
-_QUANTIZED = frozenset(
-    {
-        "torchao.optim.subclass_8bit.OptimState8bit",
-        "torchao.optim.subclass_4bit.OptimState4bit",
-        "torchao.optim.subclass_fp8.OptimStateFp8",
-    }
-)
 
 
 @dataclass(repr=False, eq=False)
@@ -97,12 +87,10 @@ class _Encoder:
         if kind is Tensor or kind is Parameter:
             return self._tensor(value, path)
         if self.shards and hasattr(value, "_local_tensor"):
-            return {"$tensor": self._add_tensor(value, path)}
+            return self._quantized(value, path) or {"$tensor": self._add_tensor(value, path)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._array(value, path)
-        if (name := f"{kind.__module__}.{kind.__qualname__}") in _QUANTIZED:
-            return {"$quantized": name, **self._parts(value, path)}
-        return self._pickled(value, path, f"is a {kind.__module__}.{kind.__qualname__}")
+        return self._quantized(value, path) or self._pickled(value, path, f"is a {kind.__module__}.{kind.__qualname__}")
 
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._inside:
@@ -153,11 +141,15 @@ class _Encoder:
         tag = "$array" if isinstance(array, np.ndarray) else "$number"
         return {tag: self._add_tensor(values, path), "dtype": dtype.str, "shape": list(array.shape)}
 
-    def _parts(self, tensor: Any, path: str) -> dict[str, Any]:
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: self.tree(getattr(tensor, name), f"{path}.{name}") for name in names}
-        layout = {"size": list(tensor.size()), "stride": list(tensor.stride())}
-        return {"parts": parts, "context": self.tree(list(context), f"{path}.context"), **layout}
+    def _quantized(self, value: Any, path: str) -> dict[str, Any] | None:
+        from trainer_lib.tensor_files.quantized_states import QuantizedState, quantized_kind
+
+        if (kind := quantized_kind(value)) is None:
+            return None
+        state = QuantizedState.of(value)
+        parts = {name: self.tree(part, f"{path}.{name}") for name, part in state.parts.items()}
+        layout = {"size": list(value.size()), "stride": list(value.stride())}
+        return {"$quantized": kind, "parts": parts, "context": self.tree(state.context, f"{path}.context"), **layout}
 
     def _add_tensor(self, tensor: Tensor, path: str) -> str:
         name = path or "value"
@@ -208,16 +200,13 @@ class _Decoder(PlainDecoder):
         return Parameter(tensor, facts["parameter"]) if "parameter" in facts else tensor
 
     def _quantized(self, name: str, facts: dict[str, Any], path: str) -> Any:
-        if name not in _QUANTIZED:
-            raise CheckpointError(f"{self.name(path)} is a {name}, which this version does not know.")
-        module, _, kind = name.rpartition(".")
-        try:
-            cls: Any = getattr(import_module(module), kind)
-        except ImportError as error:
-            raise CheckpointError(f"{self.name(path)} is a {name}: install torchao to load it.") from error
+        from trainer_lib.tensor_files.quantized_states import QuantizedState, check_kind
+
+        check_kind(name, self.name(path))
         parts = {part: self.value(tree, f"{path}.{part}") for part, tree in facts["parts"].items()}
-        size, stride = torch.Size(facts["size"]), tuple(facts["stride"])
-        return cls.__tensor_unflatten__(parts, self.value(facts["context"], path), size, stride)
+        state = QuantizedState(name, parts, self.value(facts["context"], path), torch.Size(facts["size"]))
+        # Shards are put together by who knows how they are split here.
+        return state.joined() if all(isinstance(part, Tensor) for part in parts.values()) else state
 
     def _stored_tensor(self, name: str, path: str) -> Any:
         if name not in self.tensors:

@@ -3,6 +3,7 @@
 Whole tensors are gathered and broadcast one at a time, so a rank needs memory for its shards and one whole tensor.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer_lib.options.fsdp1_translation import WholeState
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state, parameter_names
+from trainer_lib.tensor_files.quantized_states import QuantizedState, quantized_kind
 
 _ON_RANK_ZERO = WholeState()
 
@@ -108,7 +110,11 @@ def load_optimizer_state(
         return
     for name, values in skeleton["state"].items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, _TensorSpec):
+            if isinstance(value, QuantizedState):
+                parts = QuantizedState.of(state["state"][name][key]).parts if group.rank == 0 else {}
+                fill = functools.partial(materialize.fill, values=parts, group=group, device=device)
+                values[key] = value.split_like(parameters[name], fill)
+            elif isinstance(value, _TensorSpec):
                 target = value.empty_for(parameters[name])
                 whole = {key: state["state"][name][key]} if group.rank == 0 else {}
                 materialize.fill({key: target}, whole, group, device)
@@ -137,6 +143,8 @@ def _skeleton(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dic
 
     def spec_or_value(name: str, value: Any) -> Any:
         sharded = hasattr(parameters.get(name), "_local_tensor")
+        if sharded and quantized_kind(value) is not None:
+            return QuantizedState.of(value).mapped(_TensorSpec)
         return _TensorSpec(value) if sharded and isinstance(value, Tensor) and value.dim() else value
 
     return {**state, "state": _mapped(state, spec_or_value)}
@@ -153,6 +161,9 @@ def _mapped(state: Mapping[str, Any], function: Callable[[str, Any], Any]) -> di
 def _whole(value: Any, group: ProcessGroup, device: torch.device, kept: WholeState = _ON_RANK_ZERO) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if hasattr(value, "_local_tensor") and quantized_kind(value) is not None:
+        parts = QuantizedState.of(value).mapped(lambda part: _whole(part, group, device, kept))
+        return None if group.rank and not kept.on_all_ranks else parts.joined()
     sharded: Any = value.detach()
     if hasattr(sharded, "_local_tensor"):
         # Move to the device first: the backend may only communicate from there.
