@@ -97,7 +97,7 @@ class QuantizedState:
             if rest:
                 raise CheckpointError(
                     f"The blocks of a state of the shape {tuple(self.shape)} do not fit into shards of "
-                    f"{tuple(local.shape)}. Load the checkpoint with as many ranks as it was saved with."
+                    f"{tuple(local.shape)}. Load the checkpoint with as many ranks as saved it."
                 )
             shape = local.shape if part.shape == self.shape else torch.Size([count])
             parts[name] = torch.empty(shape, dtype=part.dtype, device=local.device)
