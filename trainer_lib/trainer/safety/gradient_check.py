@@ -1,4 +1,4 @@
-"""The check that training has gradients at all: a detached loss or a frozen model would train nothing, silently."""
+"""The checks of the first update: that there are gradients at all, and that ranks hold the same weights."""
 
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.losses.loss_checks import no_gradients
@@ -15,7 +15,10 @@ class GradientCheck:
     """
 
     def __init__(self, context: FitContext) -> None:
-        self._run, self._models = context.run, context.models
+        self._run, self._models, self._named_models = context.run, context.models, context.named_models
+        self._group = context.group
+        # All ranks begin their fits together, so they count them alike.
+        self._fit = self._group.store("replicas").add(f"fits/{self._group.rank}", 1) if self._group.size > 1 else 0
         self._has_own_step = context.has_own_step  # which may leave out some batches
         self._without = 0  # updates without any gradient
         self.is_done = False
@@ -41,6 +44,10 @@ class GradientCheck:
         self._without += not self.is_done
         if self._without > (_PATIENCE if self._has_own_step else 0):
             no_gradients(self._has_own_step)
+        if self._group.size > 1 and self.is_done and not has_stepped:
+            from trainer_lib.trainer.safety.replica_check import warn_of_different_replicas
+
+            warn_of_different_replicas(self._named_models, accelerator.strategy, self._group, self._fit)
 
     def finish(self) -> None:
         """Raise if no update of the fit had any gradient."""
