@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.quantized_layers import is_quantized, quantized_size
+from trainer_lib.modules.tensor_slots import non_persistent_buffers
 from trainer_lib.options.enums import CustomDtype
 
 _BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
@@ -65,8 +66,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     return {
         f"{prefix}.{name}" if fqns and prefix else name
         for prefix, owner in modules
-        # torch has no public question for this.
-        for name in owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for name in non_persistent_buffers(owner)
     }
 
 

@@ -15,6 +15,11 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers  # pyright: ignore[reportPrivateUsage]
 
 
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of buffers of the module itself that its state dict leaves out."""
+    return module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+
+
 def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the modules directly inside the module, also one that has several names."""
     return module._modules  # pyright: ignore[reportPrivateUsage]

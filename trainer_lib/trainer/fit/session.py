@@ -9,6 +9,7 @@ from torch import nn
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.tensor_slots import non_persistent_buffers
 from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.seeding import set_seed
@@ -98,6 +99,7 @@ class FitSession:
                 "bad_samples": self._bad_samples,
                 "splitting": self.micro_batching,
                 **({"local_rounds": self.rounds} if self.rounds.enabled else {}),
+                **_changed_buffers(context),
             },
         )
         self.loading: RunLoading = RunLoading(context, self.part, self.saver)
@@ -229,6 +231,16 @@ class FitSession:
                     Path(folder, IDENTITY_FILE).write_bytes(self.context.folder.identity())
             except OSError as error:
                 raise UnwritableError(f"{folder} could not be written: {error.strerror or error}.") from error
+
+
+def _changed_buffers(context: FitContext) -> dict[str, Any]:
+    """Return the part that saves non-persistent buffers, if a model has some."""
+    models = {name: context.accelerator.unwrap_model(model) for name, model in context.named_models.items()}
+    if not any(non_persistent_buffers(module) for model in models.values() for module in model.modules()):
+        return {}
+    from trainer_lib.trainer.checkpoints.changed_buffers import ChangedBuffers
+
+    return {"changed_buffers": ChangedBuffers(models)}
 
 
 def _triggers(context: FitContext, deadline: Deadline) -> Triggers:

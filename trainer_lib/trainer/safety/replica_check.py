@@ -3,17 +3,16 @@
 import json
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.tensor_digests import digests
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.ddp.ddp import DDP
 
 _logger = get_logger(__name__)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def warn_of_different_replicas(
@@ -33,7 +32,7 @@ def warn_of_different_replicas(
     if not isinstance(strategy, DDP):
         return
     weights = _weights(models)
-    mine = _digests(list(weights.values()))
+    mine = digests(list(weights.values()))
     # Without waiting for other ranks: the first rank to get here leaves its digests for the others.
     left = group.store("replicas").compare_set(f"{fit}", "", json.dumps([group.rank, mine]))
     rank, others = json.loads(left)
@@ -60,10 +59,3 @@ def _weights(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
             if parameter.requires_grad and name not in ignored and type(weight) is Tensor:  # not a quantized one
                 weights[canonical_name(f"{prefix}.{name}" if prefix else name)] = weight
     return weights
-
-
-def _digests(weights: Sequence[Tensor]) -> list[int]:
-    """Return a number for the bits of each weight, with one wait for the device."""
-    real = [torch.view_as_real(weight) if weight.is_complex() else weight for weight in weights]
-    sums = [weight.contiguous().view(-1).view(_INTEGERS[weight.element_size()]).sum() for weight in real]
-    return torch.stack(sums).tolist() if sums else []

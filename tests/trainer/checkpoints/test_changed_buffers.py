@@ -1,0 +1,72 @@
+"""Buffers that a state dict leaves out and training changes: a resumed run goes on with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.trainer.tasks import arguments, trainer
+from tests.worlds import run_world
+
+
+class Remembering(nn.Module):
+    """A model that adds to its inputs what a bank remembers of earlier ones, and has a table that does not change.
+
+    Args:
+        grows: Whether the bank gets a row with each batch.
+    """
+
+    bank: Tensor
+    table: Tensor
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.grows = nn.Linear(6, 2), grows
+        self.register_buffer("bank", torch.zeros(1 if grows else 4, 6), persistent=False)
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs + self.bank.mean(0) + self.table)
+        if self.training:
+            rows = torch.cat([self.bank, inputs[:1].detach()])
+            self.bank = rows if self.grows else rows[-4:].clone()
+        return outputs
+
+
+def trained(folder: Path | None, steps: int, model: nn.Module, **options: Any) -> dict[str, Tensor]:
+    options |= {"output_dir": folder, "save_every": "3 steps"} if folder else {}
+    trainer(arguments(max_steps=steps, schedule_steps=9, **options), model=model).fit()
+    return {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_resumed_run_equals_the_uninterrupted_one(grows: bool, processes: int, tmp_path: Path) -> None:
+    def body() -> None:
+        expected = trained(None, 9, Remembering(grows))
+        trained(tmp_path, 5, Remembering(grows))
+        resumed = trained(tmp_path, 9, Remembering(grows), resume="extend")
+        assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+        assert expected["bank"].abs().sum() > 1
+
+    run_world(body, (), processes)
+
+
+def test_only_buffers_that_change_are_saved(tmp_path: Path) -> None:
+    trained(tmp_path, 3, Remembering())
+    (file,) = tmp_path.glob("*/checkpoints/checkpoint-00000003/custom_checkpoint_0.json")
+    assert list(json.loads(file.read_text())["changed_buffers"]) == ["bank"]
+    trained(tmp_path / "none", 3, nn.Linear(6, 2))
+    (file,) = tmp_path.glob("none/*/checkpoints/checkpoint-00000003/custom_checkpoint_0.json")
+    assert "changed_buffers" not in json.loads(file.read_text())
+
+
+def test_a_run_that_was_compiled_resumes_without_compiling(tmp_path: Path) -> None:
+    expected = trained(None, 9, Remembering())
+    trained(tmp_path, 5, Remembering(), compile="eager")
+    resumed = trained(tmp_path, 9, Remembering(), resume="extend")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())

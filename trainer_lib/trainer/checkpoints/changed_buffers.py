@@ -1,0 +1,58 @@
+"""Buffers that a model's state dict leaves out, but training changes, such as a memory bank."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.tensor_digests import digests
+from trainer_lib.modules.tensor_slots import buffer_slots, non_persistent_buffers
+
+
+class ChangedBuffers:
+    """The non-persistent buffers that differ from those that a fit began with.
+
+    Masks and tables, which a model creates again, do not change, and are not saved.
+
+    Args:
+        models: The user's models by name.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._models = models
+        self._first = _digests(self._buffers())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the buffers that changed, by name."""
+        buffers = self._buffers()
+        return {name: buffers[name] for name, digest in _digests(buffers).items() if self._first.get(name) != digest}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set buffers to those of a state, if the models still have them."""
+        for name, slots, last in self._places():
+            saved, buffer = state.get(name), slots[last]
+            if saved is None or buffer is None:
+                continue
+            if saved.shape == buffer.shape:
+                buffer.copy_(saved)
+            else:  # a bank that grows
+                slots[last] = saved.to(buffer.device)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        found: dict[str, Any] = {name: slots[last] for name, slots, last in self._places()}
+        return {name: buffer for name, buffer in found.items() if type(buffer) is Tensor and not buffer.is_meta}
+
+    def _places(self) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
+        for prefix, model in self._models.items():
+            for path, module in model.named_modules():
+                for last in non_persistent_buffers(module):
+                    name = canonical_name(".".join(part for part in (prefix, path, last) if part))
+                    yield name, buffer_slots(module), last
+
+
+def _digests(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, int]]:
+    sums = digests(list(buffers.values()))
+    return {name: (buffer.shape, total) for (name, buffer), total in zip(buffers.items(), sums, strict=True)}
