@@ -31,6 +31,7 @@ ALLOWED = {
     "trainer_lib/foundation/environment.py": "whether a variable names a device of torch_xla",
     "trainer_lib/foundation/imports.py": "Accelerate's questions is_cuda_available, is_xpu_available and others",
     "trainer_lib/foundation/pytree.py": "Accelerate's question is_torch_xpu_tensor",
+    "trainer_lib/launchers/launch_options.py": "an option of an older launcher of Accelerate",
     "trainer_lib/launchers/local/torch_build.py": "reads what torch was built for, before torch is imported",
     "trainer_lib/options/compile_options.py": "a backend of torch.compile by its name",
     "trainer_lib/options/enums.py": "Accelerate's names of worlds and generators",
