@@ -1,4 +1,4 @@
-"""Buffers that a state dict leaves out and training changes: a resumed run goes on with them."""
+"""Buffers that a state dict leaves out and training changes: a resumed run has them."""
 
 import json
 from pathlib import Path
