@@ -70,3 +70,28 @@ def test_a_run_that_was_compiled_resumes_without_compiling(tmp_path: Path) -> No
     trained(tmp_path, 5, Remembering(), compile="eager")
     resumed = trained(tmp_path, 9, Remembering(), resume="extend")
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+class Permuting(nn.Module):
+    """A model whose buffer holds the same values in another order after each batch."""
+
+    order: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 2)
+        self.register_buffer("order", torch.arange(6), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs[:, self.order])
+        if self.training:
+            self.order.copy_(self.order.roll(1))
+        return outputs
+
+
+def test_values_in_another_order_are_a_change(tmp_path: Path) -> None:
+    expected = trained(None, 9, Permuting())
+    trained(tmp_path, 5, Permuting())
+    resumed = trained(tmp_path, 9, Permuting(), resume="extend")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
