@@ -18,7 +18,7 @@ class GradientCheck:
         self._run, self._models, self._named_models = context.run, context.models, context.named_models
         self._group = context.group
         # All ranks begin their fits together, so they count them alike.
-        self._fit = self._group.store("replicas").add(f"fits/{self._group.rank}", 1) if self._group.size > 1 else 0
+        self._fit = self._group.store("replicas").add(f"fits/{self._group.rank}", 1)
         self._has_own_step = context.has_own_step  # which may leave out some batches
         self._without = 0  # updates without any gradient
         self.is_done = False
