@@ -12,5 +12,9 @@ def length_of(source: Any) -> int | None:
     """
     try:
         return len(source)
-    except (TypeError, NotImplementedError, ValueError):  # by torch's samplers without a length, and PyG's
+    except (
+        TypeError,
+        NotImplementedError,
+        ValueError,
+    ):  # as torch's and, the last one, PyG's samplers without a length
         return None
