@@ -5,7 +5,7 @@ from typing import Any
 from trainer_lib.callbacks.weight_averaging import WeightAverage
 from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.tensor_operations import foreach_lerp_
+from trainer_lib.foundation.tensors.tensor_operations import foreach_lerp_
 
 
 class EMA(WeightAverage):

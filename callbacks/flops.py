@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import torch
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.batch_fields import as_mapping
 from trainer_lib.foundation.device_types import device_name
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import as_mapping
 
 # Dense FLOP/s in 16 and 32 bits, from the vendors' data sheets; the first matching name counts.
 _PEAKS: dict[str, tuple[float, float]] = {

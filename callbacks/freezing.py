@@ -10,7 +10,7 @@ from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.modules.patterns import matching
+from trainer_lib.modules.weights.patterns import matching
 
 
 class _Part(NamedTuple):

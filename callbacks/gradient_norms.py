@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.tensor_operations import foreach_norm
+from trainer_lib.foundation.tensors.tensor_operations import foreach_norm
 
 _PREFIX = "grad_norm/"
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.trigger import callback_trigger
-from trainer_lib.foundation.batch_fields import as_mapping
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, unknown
+from trainer_lib.foundation.tensors.batch_fields import as_mapping
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.patterns import matching
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.patterns import matching
 
 _logger = get_logger(__name__)
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer_lib.events import Modifier, Run
-from trainer_lib.foundation.batch_fields import as_mapping, split
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.tensors.batch_fields import as_mapping, split
 
 _OTHER_LOSSES = ("multi_label_classification", "regression")  # as `problem_type` of a model's config
 

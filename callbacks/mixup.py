@@ -10,8 +10,8 @@ from torch.nn.functional import one_hot
 
 from trainer_lib.callbacks.batch_rng import generator_of_batch
 from trainer_lib.events import Modifier, Run
-from trainer_lib.foundation.batch_fields import as_mapping, replaced, split, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import as_mapping, replaced, split, with_targets
 
 
 class _Mixing(Modifier):

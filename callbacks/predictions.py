@@ -9,9 +9,9 @@ from torch import Tensor
 
 from trainer_lib.callbacks.text_tables import show_table
 from trainer_lib.events import Callback, Run
-from trainer_lib.foundation.batch_fields import as_mapping, split, targets_of
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.foundation.tensors.batch_fields import as_mapping, split, targets_of
 from trainer_lib.runs.png_images import is_image, png_uri
 
 _FEW = 8  # the longest row of numbers shown in full

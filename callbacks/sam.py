@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.kept_state import attributes_kept, tensors_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept, tensors_kept
 
 _OF_A_BATCH = ("batch", "loss_sum", "weight", "outputs")
 

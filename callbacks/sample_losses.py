@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.filesystem.atomic_files import replace_file
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, targets_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, as_mapping, targets_of
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)

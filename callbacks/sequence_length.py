@@ -7,9 +7,9 @@ from torch import Tensor
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import callback_trigger
-from trainer_lib.foundation.batch_fields import as_mapping, replaced
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import as_mapping, replaced
 
 
 class SequenceLengthWarmup(Modifier):

@@ -13,8 +13,8 @@ from trainer_lib.events import Run
 from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.kept_state import attributes_kept
-from trainer_lib.foundation.tensor_operations import foreach_lerp_
+from trainer_lib.foundation.tensors.kept_state import attributes_kept
+from trainer_lib.foundation.tensors.tensor_operations import foreach_lerp_
 
 
 class SWA(WeightAverage):

@@ -16,7 +16,7 @@ from trainer_lib.events.constructor_names import raise_unknown
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import memory_of
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.signatures import parameter_names
+from trainer_lib.foundation.public_names.signatures import parameter_names
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 from trainer_lib.tracking.delivery.plain_values import plain_settings

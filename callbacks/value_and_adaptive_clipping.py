@@ -8,7 +8,7 @@ import torch
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.modules.patterns import matching
+from trainer_lib.modules.weights.patterns import matching
 
 
 class ClipValue(Modifier):

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.errors import StateError, UnsupportedError
-from trainer_lib.foundation.local_shards import local_shard, with_part
+from trainer_lib.foundation.tensors.local_shards import local_shard, with_part
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.single_device import SingleDevice

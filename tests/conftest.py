@@ -16,7 +16,7 @@ from tests.launched import INTERPRETERS
 from tests.leftovers import watch_leftovers
 from tests.worlds import forget_world, run_world, watch_patches
 from trainer_lib import logging as library_logging
-from trainer_lib.launchers.config_file import find_config_file
+from trainer_lib.launchers.settings.config_file import find_config_file
 from trainer_lib.processes.exit_codes import REQUESTS
 from trainer_lib.state import PartialState
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_lib.foundation import missing_features
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.missing_features import MissingFeature, missing_class, missing_function
+from trainer_lib.foundation.public_names import missing_features
+from trainer_lib.foundation.public_names.missing_features import MissingFeature, missing_class, missing_function
 
 NAMES = {
     module: names.split()
@@ -127,6 +127,7 @@ def test_importing_utils_imports_no_module_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True)
     imported, parts = json.loads(done.stdout)
     lazy = {"trainer_lib", "trainer_lib.utils", "trainer_lib.foundation"}
-    lazy |= {f"trainer_lib.foundation.{name}" for name in ("lazy_imports", "stub_names")}
+    names = "lazy_imports", "public_names", "public_names.stub_names"
+    lazy |= {f"trainer_lib.foundation.{name}" for name in names}
     assert set(imported) == lazy
     assert parts == []  # a name comes from its home, not through the module that lists it

@@ -5,12 +5,14 @@ import json
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainer_lib
+from tests.launched import ROOT
 
 HEAVY = {
     "accelerate",
@@ -65,8 +67,8 @@ for statement in sys.argv[1:]:
 """
 TRAINER = "from trainer_lib import Trainer"
 ACCELERATOR = "from trainer_lib import Accelerator"
-# The modules that there may be after a statement and those before it.
-MOST = {"import trainer_lib": 3, TRAINER: 117, ACCELERATOR: 167}
+# The modules that there may be after a statement and those before it; folders, which hold no code, do not count.
+MOST = {"import trainer_lib": 1, TRAINER: 91, ACCELERATOR: 134}
 STATEMENTS = [
     "import trainer_lib",
     TRAINER,
@@ -88,7 +90,7 @@ def test_imports_add_no_heavy_package_and_leave_the_process_alone() -> None:
     assert "trainer_lib" in after["import trainer_lib"]["added"]
     assert "trainer_lib.accelerator" not in after["import trainer_lib"]["added"]
     for statement, most in MOST.items():  # a module costs half a millisecond
-        assert len(after[statement]["added"]) <= most, statement
+        assert len(_files(after[statement]["added"])) <= most, statement
     for statement, seen in after.items():
         absent = HEAVY | LATER if statement in (ACCELERATOR, TRAINER) else HEAVY
         added = {name for name in seen.pop("added") if any(f"{name}.".startswith(f"{heavy}.") for heavy in absent)}
@@ -111,7 +113,7 @@ AFTER_A_STEP = {
     "trainer_lib.trainer.metrics.metric_spec",
     "trainer_lib.utils",
 }
-MOST_FOR_A_STEP = 312
+MOST_FOR_A_STEP = 270
 FIRST_STEP = """
 import json, sys, tempfile, torch
 from trainer_lib import Trainer, TrainingArguments
@@ -132,7 +134,12 @@ def test_a_first_step_imports_only_what_it_needs() -> None:
     assert done.returncode == 0, done.stderr
     imported: list[str] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
     assert [name for name in imported if any(f"{name}.".startswith(f"{later}.") for later in AFTER_A_STEP)] == []
-    assert len([name for name in imported if name.startswith("trainer_lib")]) <= MOST_FOR_A_STEP
+    assert len(_files(name for name in imported if name.startswith("trainer_lib"))) <= MOST_FOR_A_STEP
+
+
+def _files(modules: Iterable[str]) -> list[str]:
+    """Return the modules that are files: an empty package costs next to nothing."""
+    return [name for name in modules if not (ROOT / name.replace(".", "/")).is_dir()]
 
 
 def test_no_module_hides_a_public_name() -> None:

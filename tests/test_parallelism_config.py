@@ -19,7 +19,7 @@ from trainer_lib import (
 )
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
-from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from trainer_lib.options.parallel.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 

@@ -36,14 +36,14 @@ from trainer_lib.memory import find_executable_batch_size as find_executable_bat
 from trainer_lib.options.accumulation_options import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.options.enums import DDPCommunicationHookType as DDPCommunicationHookType
 from trainer_lib.options.enums import DistributedType as DistributedType
 from trainer_lib.options.fp8_options import AORecipeKwargs as AORecipeKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs as MemoryKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
 from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs

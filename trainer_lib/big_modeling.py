@@ -16,7 +16,7 @@ from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_dev
 from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnsupportedError
-from trainer_lib.foundation.tensor_operations import has_same_bits
+from trainer_lib.foundation.tensors.tensor_operations import has_same_bits
 from trainer_lib.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -37,7 +37,7 @@ from trainer_lib.modules.device_placement import (
 )
 from trainer_lib.modules.init_on_device import init_empty_weights as init_empty_weights
 from trainer_lib.modules.init_on_device import init_on_device as init_on_device
-from trainer_lib.modules.tied_parameters import TiedTensors, retie_by_device
+from trainer_lib.modules.weights.tied_parameters import TiedTensors, retie_by_device
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.methods import quantization_method, single_device

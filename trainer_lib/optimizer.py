@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.foundation.pytree import send_to_device
+from trainer_lib.foundation.tensors.pytree import send_to_device
 from trainer_lib.precision.base import FullPrecision
 from trainer_lib.precision.scaler import ScaledAutocast
 from trainer_lib.state.accelerator_state import AcceleratorState

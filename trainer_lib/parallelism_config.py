@@ -9,9 +9,9 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import Options, check_count
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
-from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.parallel.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -27,8 +27,8 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.device_types import default_backend, needs_accelerator
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
-from trainer_lib.foundation.tensor_operations import as_bytes, plain
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes, plain
+from trainer_lib.options.parallel.ddp_options import InitProcessGroupKwargs
 
 if TYPE_CHECKING:
     from trainer_lib.processes.deadlines import Deadlines

@@ -11,7 +11,7 @@ from trainer_lib.device_map.units import Classes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.device_placement import Device, read_device
-from trainer_lib.modules.names import is_listed
+from trainer_lib.modules.weights.names import is_listed
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.bnb_layers import get_parameter_device, get_quantized_model_device_map

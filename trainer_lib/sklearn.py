@@ -17,7 +17,7 @@ from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.duration import NEVER
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, UnsupportedError, did_you_mean
 from trainer_lib.foundation.imports import require
-from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
+from trainer_lib.foundation.public_names.signatures import ConstructorSignature, unknown_keywords
 from trainer_lib.seeding import set_seed
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments

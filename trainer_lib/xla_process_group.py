@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer_lib.foundation import environment, xla
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, WorldError
 from trainer_lib.foundation.launcher_variables import World
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs
+from trainer_lib.options.parallel.ddp_options import InitProcessGroupKwargs
 from trainer_lib.process_group import LoneProcess, ProcessGroup, TorchProcesses, leave_at_exit
 
 _HOSTS_SEND_BY = "gloo"

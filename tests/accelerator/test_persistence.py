@@ -27,7 +27,7 @@ from trainer_lib import (
 )
 from trainer_lib.checkpointing.format.layout import partial_beside, replaced_beside
 from trainer_lib.checkpointing.format.manifest import CHECKSUM, sealed
-from trainer_lib.modules.state import module_state
+from trainer_lib.modules.weights.state_dicts import module_state
 
 
 def engine(**options: Any) -> Accelerator:

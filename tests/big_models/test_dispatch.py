@@ -32,7 +32,7 @@ from trainer_lib.hooks import (
     remove_hook_from_submodules,
 )
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
-from trainer_lib.modules.tied_parameters import TiedTensors
+from trainer_lib.modules.weights.tied_parameters import TiedTensors
 from trainer_lib.utils.modeling import (
     align_module_device,
     compute_module_sizes,

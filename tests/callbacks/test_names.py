@@ -13,8 +13,8 @@ import pytest
 import trainer_lib.callbacks
 from trainer_lib import TrainingArguments
 from trainer_lib.events import constructor_names
-from trainer_lib.foundation import foreign_classes
 from trainer_lib.foundation.errors import SignatureError
+from trainer_lib.foundation.public_names import foreign_classes
 from trainer_lib.tracking.registry import option_names, tracker_class
 from trainer_lib.trainer.arguments.declaration import settings
 

@@ -26,7 +26,7 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.checkpointing.load.find import open_state
-from trainer_lib.foundation.pytree import map_tensors
+from trainer_lib.foundation.tensors.pytree import map_tensors
 from trainer_lib.launchers import ProcessFailedError, run_forked
 
 for module in ("torch.distributed.fsdp", "torch.distributed.tensor"):

@@ -12,7 +12,7 @@ from tests.collectives.trees import Batch, Point, nested
 from tests.worlds import run_world
 from trainer_lib import DistributedOperationException
 from trainer_lib.collectives import gather, gather_rows
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.state import PartialState
 
 Everywhere = Callable[[Callable[[int, int], Any]], list[Any]]

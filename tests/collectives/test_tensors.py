@@ -26,7 +26,7 @@ from trainer_lib.collectives import (
 from trainer_lib.collectives.gather_for_metrics import gather_real_rows
 from trainer_lib.collectives.tensor_collectives import gather_tensor_shape
 from trainer_lib.foundation.errors import WorldError
-from trainer_lib.foundation.pytree import get_shape, is_torch_xpu_tensor, tensors
+from trainer_lib.foundation.tensors.pytree import get_shape, is_torch_xpu_tensor, tensors
 from trainer_lib.state import PartialState
 from trainer_lib.state.gradient_state import Rows
 

@@ -14,7 +14,7 @@ from trainer_lib.commands.config.default import default_command_parser
 from trainer_lib.commands.launch import launch_command, launch_command_parser
 from trainer_lib.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command_parser
 from trainer_lib.launchers import device_count
-from trainer_lib.launchers.config_file import default_config_file, home_config_file
+from trainer_lib.launchers.settings.config_file import default_config_file, home_config_file
 from trainer_lib.options.enums import ComputeEnvironment, DistributedType
 from trainer_lib.utils import write_basic_config
 

@@ -18,7 +18,7 @@ from trainer_lib.commands.launch.launch_parser import help_text, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.commands.main import main
 from trainer_lib.launchers import device_count
-from trainer_lib.launchers.launch_options import GROUPS, MISSING_GROUPS, SETTINGS
+from trainer_lib.launchers.settings.launch_options import GROUPS, MISSING_GROUPS, SETTINGS
 
 # Accelerate's options whose effect is in the variables of the script, with a value, and the variable.
 IN_VARIABLES = {

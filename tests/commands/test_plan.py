@@ -17,7 +17,7 @@ from trainer_lib.commands.plan.pipeline_schedule import activations_in_flight
 from trainer_lib.commands.plan.rank_memory import RankMemory
 from trainer_lib.commands.plan.simulated_rank import SimulatedRank, Simulation
 from trainer_lib.commands.plan.training_job import TrainingJob, job_of_model, loss_or_outputs
-from trainer_lib.options.pipeline_options import LOOPED
+from trainer_lib.options.parallel.pipeline_options import LOOPED
 from trainer_lib.state.parallelism_resolution import arrange
 from trainer_lib.utils import TorchPipelineParallelConfig
 

@@ -17,10 +17,10 @@ from trainer_lib.commands.plan.rank_memory import RankMemory
 from trainer_lib.commands.plan.simulated_rank import Simulation
 from trainer_lib.commands.plan.training_job import job_of_model
 from trainer_lib.context_parallel.batch import BatchCut
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
 from trainer_lib.modules.training_memory import local_part
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.state.parallelism_resolution import arrange
 
 MICRO_BATCHES = 4

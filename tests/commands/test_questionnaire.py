@@ -17,8 +17,8 @@ import yaml
 from trainer_lib.commands.config.config import get_user_input
 from trainer_lib.commands.main import main
 from trainer_lib.launchers import device_count
-from trainer_lib.launchers.config_file import load_config_from_file, write_basic_config
-from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.launchers.settings.config_file import load_config_from_file, write_basic_config
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 from trainer_lib.options.enums import DistributedType
 
 LIMIT = 30  # seconds

@@ -18,8 +18,8 @@ from tests.launched import PYTHON_PATH
 from tests.remote.peer import LOOPBACK, server
 from trainer_lib.commands.launch.launch import launch_command_parser, sagemaker_launcher
 from trainer_lib.commands.main import main
-from trainer_lib.commands.sagemaker.progress import follow
-from trainer_lib.launchers.config_file import SageMakerConfig
+from trainer_lib.commands.sagemaker.job_progress import follow
+from trainer_lib.launchers.settings.config_file import SageMakerConfig
 
 boto3 = pytest.importorskip("boto3", reason="the package boto3 is not installed")
 pytest.importorskip("moto", reason="the package moto is not installed")

@@ -6,8 +6,8 @@
 import re
 from pathlib import Path
 
-from trainer_lib.launchers.launch_options import GROUPS, SETTINGS
-from trainer_lib.launchers.setting import Setting
+from trainer_lib.launchers.settings.launch_options import GROUPS, SETTINGS
+from trainer_lib.launchers.settings.setting import Setting
 
 PAGE = Path(__file__).parents[2] / "docs" / "command_line.md"
 _PLACE = r"(<!-- Written by python -m tests.commands.write_page -->\n).*?(?=\n## )"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.worlds import run_world
 from trainer_lib import PartialState
-from trainer_lib.context_parallel.blocks import AttentionRule
+from trainer_lib.context_parallel.attention.block_masks import AttentionRule
 from trainer_lib.context_parallel.documents import documents_of_lengths
 from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
 

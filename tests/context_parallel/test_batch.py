@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.context_parallel.batch import BatchCut, first_positions
-from trainer_lib.context_parallel.layout import SequenceLayout
+from trainer_lib.context_parallel.sequence_layout import SequenceLayout
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 TOKENS = torch.arange(10, 24).reshape(2, 7)

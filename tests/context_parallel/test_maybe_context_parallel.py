@@ -12,8 +12,8 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.sequence_options import TorchContextParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 
 sdpa = F.scaled_dot_product_attention  # a name of the model's own file, which is replaced too
 

@@ -15,7 +15,7 @@ from tests.trainer.tasks import arguments, network, trainer
 from tests.worlds import forget_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from trainer_lib.events import Modifier, Run
-from trainer_lib.modules.state import module_state
+from trainer_lib.modules.weights.state_dicts import module_state
 
 Training = tuple[Accelerator, Any, Any]
 

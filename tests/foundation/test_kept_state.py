@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer_lib.foundation.kept_state import attributes_kept, tensors_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept, tensors_kept
 
 
 def test_attributes_of_all_objects_are_restored_after_an_error() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tests.worlds import run_world
-from trainer_lib.foundation.local_shards import local_shard, with_part
+from trainer_lib.foundation.tensors.local_shards import local_shard, with_part
 
 
 def _made() -> list[Any]:

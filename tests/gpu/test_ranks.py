@@ -13,7 +13,7 @@ from tests.gpu.training import Report, network, train
 from tests.trainer.tasks import arguments, points, trainer
 from trainer_lib import Accelerator
 from trainer_lib.events import Callback, Run
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.trainer.safety.hang_watchdog import EXIT_CODE
 from trainer_lib.utils import FullyShardedDataParallelPlugin, gather_object
 

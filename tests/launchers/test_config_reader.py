@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from trainer_lib import ConfigurationError
-from trainer_lib.launchers.config_file import load_config_from_file
-from trainer_lib.launchers.config_reader import SECTIONS, read_values
-from trainer_lib.launchers.launch_options import SETTINGS
-from trainer_lib.launchers.setting import THREE_YES_OR_NO, Kind
+from trainer_lib.launchers.settings.config_file import load_config_from_file
+from trainer_lib.launchers.settings.config_reader import SECTIONS, read_values
+from trainer_lib.launchers.settings.launch_options import SETTINGS
+from trainer_lib.launchers.settings.setting import THREE_YES_OR_NO, Kind
 
 # The keys and values of files that older versions of Accelerate wrote.
 FSDP = """\

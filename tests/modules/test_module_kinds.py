@@ -22,8 +22,8 @@ from trainer_lib.modules.module_kinds import (
     is_peft_model,
     model_has_dtensor,
 )
-from trainer_lib.modules.names import fsdp2_canonicalize_names
-from trainer_lib.modules.tied_parameters import check_tied_parameters_in_config
+from trainer_lib.modules.weights.names import fsdp2_canonicalize_names
+from trainer_lib.modules.weights.tied_parameters import check_tied_parameters_in_config
 
 
 def test_a_model_of_peft() -> None:

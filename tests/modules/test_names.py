@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 
 
 def compiled(module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer_lib import load_checkpoint_in_model
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.modules.state import check_fits, load_module_state, module_state
+from trainer_lib.modules.weights.state_dicts import check_fits, load_module_state, module_state
 
 
 def network() -> nn.Sequential:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainer_lib import ConfigurationError
-from trainer_lib.modules.tensor_sizes import (
+from trainer_lib.modules.weights.tensor_sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,

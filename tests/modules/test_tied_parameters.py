@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_parameters
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_parameters
 
 
 def _tied() -> nn.ModuleDict:

@@ -14,7 +14,7 @@ from tests.strategies.split import gpt2, llama
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.megatron_lm.fields import MAPPED, MEMORY, REFUSED
-from trainer_lib.strategies.tensor_parallel.plan import resolve
+from trainer_lib.strategies.tensor_parallel.tensor_parallel_plan import resolve
 from trainer_lib.utils import (
     MegatronLMDummyScheduler,
     MegatronLMPlugin,

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
 from trainer_lib.foundation.environment import patch_environment
-from trainer_lib.options.fsdp1_translation import Offload, WholeState
+from trainer_lib.options.parallel.fsdp1_translation import Offload, WholeState
 
 Plugin: Any = FullyShardedDataParallelPlugin
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from tests.worlds import run_world
 from trainer_lib import ParallelismConfig
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig, check_micro_batches
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig, check_micro_batches
 from trainer_lib.pipeline import Pipeline
 from trainer_lib.pipeline.stages import cut
 

@@ -36,7 +36,7 @@ from trainer_lib import (
     UnsupportedError,
 )
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
-from trainer_lib.options.pipeline_options import SPLIT_BACKWARD
+from trainer_lib.options.parallel.pipeline_options import SPLIT_BACKWARD
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.utils import TorchPipelineParallelConfig, TorchTensorParallelConfig

@@ -43,11 +43,11 @@ from tests.strategies.split import (
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, ParallelismConfig, PreparationError, UnsupportedError
 from trainer_lib.accelerator.construction import check_async_tp
-from trainer_lib.modules.state import module_state
+from trainer_lib.modules.weights.state_dicts import module_state
 from trainer_lib.state import AcceleratorState
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.attention_heads import attributes_to_divide
-from trainer_lib.strategies.tensor_parallel.plan import resolve
+from trainer_lib.strategies.tensor_parallel.tensor_parallel_plan import resolve
 from trainer_lib.utils import (
     TorchDynamoPlugin,
     TorchTensorParallelConfig,

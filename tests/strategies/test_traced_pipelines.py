@@ -21,7 +21,7 @@ from trainer_lib import (
     PreparationError,
     UnsupportedError,
 )
-from trainer_lib.options.pipeline_options import SPLIT_BACKWARD
+from trainer_lib.options.parallel.pipeline_options import SPLIT_BACKWARD
 from trainer_lib.state import PartialState
 from trainer_lib.utils import TorchPipelineParallelConfig
 

@@ -1,5 +1,5 @@
 from trainer_lib.accelerator.accelerator import Accelerator as Accelerator
-from trainer_lib.modules.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from trainer_lib.modules.weights.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from trainer_lib.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainer_lib.options.accelerate_constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
 from trainer_lib.options.accelerate_constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
@@ -10,12 +10,12 @@ from trainer_lib.options.accumulation_options import GradientAccumulationPlugin 
 from trainer_lib.options.base import KwargsHandler as KwargsHandler
 from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.options.enums import DistributedType as DistributedType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin as MegatronLMPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
 from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.accelerator import construction
-from trainer_lib.accelerator.checkpoint_methods import CheckpointMethods
 from trainer_lib.accelerator.engine import Engine
-from trainer_lib.accelerator.prepare_methods import PrepareMethods
+from trainer_lib.accelerator.methods.checkpoint_methods import CheckpointMethods
+from trainer_lib.accelerator.methods.prepare_methods import PrepareMethods
+from trainer_lib.accelerator.methods.sequence_methods import SequenceMethods
+from trainer_lib.accelerator.methods.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.prepared import Prepared
-from trainer_lib.accelerator.sequence_methods import SequenceMethods
-from trainer_lib.accelerator.tracking_methods import TrackingMethods, checked_trackers
 from trainer_lib.accelerator.weighted_backward import WeightedBackward, WeightedLoss
 from trainer_lib.context_parallel import sequence_split
 from trainer_lib.foundation.compiler_import import defer_compiler_import
@@ -26,14 +26,14 @@ from trainer_lib.options.accumulation_options import GradientAccumulationPlugin,
 from trainer_lib.options.base import KwargsHandler, check_count, check_flag
 from trainer_lib.options.compile_options import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration, project_configuration
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.precision import choose_precision
 from trainer_lib.profiling import Profiling
@@ -299,7 +299,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether an optimizer of lomo_optim is prepared, with which `backward` takes a `learning_rate`."""
-        from trainer_lib.accelerator.lomo import is_lomo
+        from trainer_lib.accelerator.lomo_backward import is_lomo
 
         return any(map(is_lomo, self.prepared.optimizers))
 
@@ -512,7 +512,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             loss: The loss of the batch.
             learning_rate: The learning rate of this update.
         """
-        from trainer_lib.accelerator.lomo import lomo_backward
+        from trainer_lib.accelerator.lomo_backward import lomo_backward
 
         lomo_backward(
             self.prepared.optimizers, loss, learning_rate, self.use_distributed, self.gradient_accumulation_steps
@@ -586,7 +586,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         """Whether the call of a model that computes its gradients itself, as with Megatron-LM, returned the loss."""
         if self.state.megatron_lm_plugin is None:
             return False
-        from trainer_lib.accelerator.megatron_lm.engine import computes_gradients
+        from trainer_lib.accelerator.megatron_lm.megatron_engine import computes_gradients
 
         return any(map(computes_gradients, self.prepared.models))
 
@@ -597,7 +597,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self._unprepared.remove()
             self._unprepared = None
         if self.state.megatron_lm_plugin is not None:
-            from trainer_lib.accelerator.megatron_lm.engine import undo_engine
+            from trainer_lib.accelerator.megatron_lm.megatron_engine import undo_engine
 
             for model in self.prepared.models:
                 undo_engine(model)

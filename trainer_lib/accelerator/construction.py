@@ -16,10 +16,10 @@ from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler, check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from trainer_lib.options.enums import DynamoBackend, RNGType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs, check_one_checkpointing
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs
 from trainer_lib.parallelism_config import ParallelismConfig

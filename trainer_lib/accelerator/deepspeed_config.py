@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.logging import get_logger
 from trainer_lib.options.deepspeed.auto_values import DEFAULTS, training_values
-from trainer_lib.options.deepspeed.config_file import AUTO, values_of
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO, values_of
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
-from trainer_lib.options.deepspeed.placeholders import DummyOptim, DummyScheduler
+from trainer_lib.options.deepspeed.dummy_optimizer import DummyOptim, DummyScheduler
 
 _logger = get_logger(__name__)
 

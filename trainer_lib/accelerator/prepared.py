@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from trainer_lib.foundation.errors import PreparationError
-from trainer_lib.modules.names import class_name
+from trainer_lib.modules.weights.names import class_name
 from trainer_lib.optimizer import AcceleratedOptimizer, DeepSpeedOptimizerWrapper
 from trainer_lib.scheduler import AcceleratedScheduler
 from trainer_lib.strategies import Strategy

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
-from trainer_lib.foundation.pytree import map_leaves, map_tensors
+from trainer_lib.foundation.tensors.pytree import map_leaves, map_tensors
 from trainer_lib.options.base import check_flag
 from trainer_lib.process_group import ProcessGroup
 

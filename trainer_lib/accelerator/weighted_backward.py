@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import named_leaves
+from trainer_lib.foundation.tensors.pytree import named_leaves
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.state.accumulation_window import Share, nan_if_negative, sum_from_mean
 from trainer_lib.strategies.base import Surroundings, no_surroundings

@@ -8,8 +8,8 @@ from trainer_lib.checkpointing.model_weights import checked_weights, load_checkp
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.state import check_fits
-from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_parameters
+from trainer_lib.modules.weights.state_dicts import check_fits
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_parameters
 from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.torchao_layers import quantize_linear_layers
 

@@ -34,7 +34,7 @@ from trainer_lib.logging import get_logger
 from trainer_lib.modules.device_placement import Device, read_device_map
 from trainer_lib.modules.module_kinds import model_has_dtensor
 from trainer_lib.modules.quantized_layers import is_quantized
-from trainer_lib.modules.state import check_fits, inner_module
+from trainer_lib.modules.weights.state_dicts import check_fits, inner_module
 from trainer_lib.state import PartialState
 from trainer_lib.tensor_files.offloaded_weights import Index
 from trainer_lib.tensor_files.weight_names import weights_ending, weights_stem

@@ -10,21 +10,21 @@ from trainer_lib.collectives.tensor_collectives import gather as gather
 from trainer_lib.collectives.tensor_collectives import pad_across_processes as pad_across_processes
 from trainer_lib.collectives.tensor_collectives import pad_input_tensors as pad_input_tensors
 from trainer_lib.collectives.tensor_collectives import reduce as reduce
-from trainer_lib.foundation.pytree import TensorInformation as TensorInformation
-from trainer_lib.foundation.pytree import concatenate as concatenate
-from trainer_lib.foundation.pytree import convert_to_fp32 as convert_to_fp32
-from trainer_lib.foundation.pytree import find_batch_size as find_batch_size
-from trainer_lib.foundation.pytree import find_device as find_device
-from trainer_lib.foundation.pytree import get_data_structure as get_data_structure
-from trainer_lib.foundation.pytree import honor_type as honor_type
-from trainer_lib.foundation.pytree import ignorant_find_batch_size as ignorant_find_batch_size
-from trainer_lib.foundation.pytree import initialize_tensors as initialize_tensors
-from trainer_lib.foundation.pytree import is_namedtuple as is_namedtuple
-from trainer_lib.foundation.pytree import is_tensor_information as is_tensor_information
-from trainer_lib.foundation.pytree import is_torch_tensor as is_torch_tensor
-from trainer_lib.foundation.pytree import listify as listify
-from trainer_lib.foundation.pytree import recursively_apply as recursively_apply
-from trainer_lib.foundation.pytree import send_to_device as send_to_device
-from trainer_lib.foundation.pytree import slice_tensors as slice_tensors
+from trainer_lib.foundation.tensors.pytree import TensorInformation as TensorInformation
+from trainer_lib.foundation.tensors.pytree import concatenate as concatenate
+from trainer_lib.foundation.tensors.pytree import convert_to_fp32 as convert_to_fp32
+from trainer_lib.foundation.tensors.pytree import find_batch_size as find_batch_size
+from trainer_lib.foundation.tensors.pytree import find_device as find_device
+from trainer_lib.foundation.tensors.pytree import get_data_structure as get_data_structure
+from trainer_lib.foundation.tensors.pytree import honor_type as honor_type
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size as ignorant_find_batch_size
+from trainer_lib.foundation.tensors.pytree import initialize_tensors as initialize_tensors
+from trainer_lib.foundation.tensors.pytree import is_namedtuple as is_namedtuple
+from trainer_lib.foundation.tensors.pytree import is_tensor_information as is_tensor_information
+from trainer_lib.foundation.tensors.pytree import is_torch_tensor as is_torch_tensor
+from trainer_lib.foundation.tensors.pytree import listify as listify
+from trainer_lib.foundation.tensors.pytree import recursively_apply as recursively_apply
+from trainer_lib.foundation.tensors.pytree import send_to_device as send_to_device
+from trainer_lib.foundation.tensors.pytree import slice_tensors as slice_tensors
 
 __all__: list[str]

@@ -11,7 +11,7 @@ from trainer_lib.collectives.object_collectives import gather_per_data_rank, joi
 from trainer_lib.collectives.ragged_gather import gather_rows_or_raise, holds_rows
 from trainer_lib.collectives.shape_check import check_dense
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.foundation.tensors.pytree import map_leaves
 from trainer_lib.logging import get_logger
 from trainer_lib.state.gradient_state import Rows
 

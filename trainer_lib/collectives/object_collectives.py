@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import map_leaves, map_tensors, tensors
+from trainer_lib.foundation.tensors.pytree import map_leaves, map_tensors, tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 

@@ -12,7 +12,7 @@ from trainer_lib.collectives.agreement import ErrorReport, HeldError
 from trainer_lib.collectives.object_collectives import gather_per_data_rank, joined
 from trainer_lib.collectives.shape_check import Layout, Leaf, check_dense, check_layouts, layout, without_rows
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import leaves, map_leaves, tensors
+from trainer_lib.foundation.tensors.pytree import leaves, map_leaves, tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 

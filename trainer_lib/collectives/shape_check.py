@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainer_lib.foundation.errors import DistributedOperationException
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import leaves, named_leaves, never
+from trainer_lib.foundation.tensors.pytree import leaves, named_leaves, never
 from trainer_lib.state.partial_state import PartialState
 
 _SHOWN = 5  # leaves that an error lists before it only counts

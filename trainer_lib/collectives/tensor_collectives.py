@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer_lib.collectives.shape_check import Leaf, check_dense, check_layouts, layout, verify, whole, without_sizes
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
-from trainer_lib.foundation.pytree import leaves, map_tensors
+from trainer_lib.foundation.tensors.pytree import leaves, map_tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 

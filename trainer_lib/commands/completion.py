@@ -48,7 +48,7 @@ def script(commands: Iterable[str]) -> str:
         commands: The names of the commands.
     """
     from trainer_lib.commands.train.train_help import declared
-    from trainer_lib.launchers.launch_options import SETTINGS
+    from trainer_lib.launchers.settings.launch_options import SETTINGS
 
     options = " ".join(f"--{setting.name}" for setting in SETTINGS.values() if setting.missing is None)
     train = " ".join(f"--{argument.name}" for argument in declared())

@@ -15,7 +15,7 @@ from trainer_lib.commands.subcommands import add_option, make_parser
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import TrainerLibError
-from trainer_lib.launchers.config_file import find_config_file, load_config_from_file
+from trainer_lib.launchers.settings.config_file import find_config_file, load_config_from_file
 from trainer_lib.processes.nvidia_driver import read_gpus
 
 _DISTRIBUTION = "trainer_lib"

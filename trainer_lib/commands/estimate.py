@@ -94,7 +94,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def _loading(model: "nn.Module", dtypes: Sequence[str]) -> list[list[Any]]:
-    from trainer_lib.modules.tensor_sizes import calculate_maximum_sizes
+    from trainer_lib.modules.weights.tensor_sizes import calculate_maximum_sizes
 
     total, (largest, _) = calculate_maximum_sizes(model)
     return [

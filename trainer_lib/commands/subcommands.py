@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.setting import COUNT
+from trainer_lib.launchers.settings.setting import COUNT
 
 
 class Parser(argparse.ArgumentParser):

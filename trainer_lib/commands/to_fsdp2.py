@@ -12,7 +12,7 @@ import yaml
 
 from trainer_lib.commands.subcommands import add_option, make_parser, writing
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_file import read_file, write_text
+from trainer_lib.launchers.settings.config_file import read_file, write_text
 
 _logger = logging.getLogger(__name__)
 

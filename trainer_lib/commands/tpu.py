@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer_lib.commands.subcommands import add_option, make_parser
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_file import find_config_file, load_config_from_file
+from trainer_lib.launchers.settings.config_file import find_config_file, load_config_from_file
 
 _FOLDER = "/usr/share"  # where Accelerate's commands for pods run
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from trainer_lib.context_parallel.blocks import AttentionRule
+from trainer_lib.context_parallel.attention.block_masks import AttentionRule
 from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
 from trainer_lib.foundation.errors import UnsupportedError
 

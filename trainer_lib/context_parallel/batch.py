@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from trainer_lib.context_parallel.documents import documents_of_lengths, documents_of_positions
-from trainer_lib.context_parallel.layout import SequenceLayout
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, SHIFTED_LABELS, as_mapping, label_names_in, replaced
+from trainer_lib.context_parallel.sequence_layout import SequenceLayout
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.foundation.tensors.batch_fields import (
+    IGNORE_INDEX,
+    SHIFTED_LABELS,
+    as_mapping,
+    label_names_in,
+    replaced,
+)
 
 _INPUTS = ("input_ids", "inputs_embeds")
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trainer_lib.context_parallel.layout import SequenceLayout
+from trainer_lib.context_parallel.sequence_layout import SequenceLayout
 from trainer_lib.foundation.errors import ConfigurationError
 
 

@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer_lib.context_parallel.active import CutSequences
-from trainer_lib.context_parallel.all_to_all import check_heads
+from trainer_lib.context_parallel.attention.all_to_all import check_heads
+from trainer_lib.context_parallel.attention.interception import Place, intercepted, places_of
+from trainer_lib.context_parallel.attention.transformers_attention import use_context_parallel_attention
 from trainer_lib.context_parallel.batch import BatchCut, BatchPart
 from trainer_lib.context_parallel.buffers import checked_buffers, cut_buffers
-from trainer_lib.context_parallel.interception import Place, intercepted, places_of
 from trainer_lib.context_parallel.sequence_ranks import SequenceRanks
-from trainer_lib.context_parallel.transformers_attention import use_context_parallel_attention
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_lib.foundation.batch_fields import as_mapping
+from trainer_lib.foundation.tensors.batch_fields import as_mapping
 from trainer_lib.modules.module_kinds import is_transformers_model
 from trainer_lib.modules.unwrapping import without_adapter
 

@@ -10,7 +10,7 @@ from trainer_lib.context_parallel.batch import BatchCut
 from trainer_lib.context_parallel.context_parallel import ContextParallel
 from trainer_lib.context_parallel.model_inputs import separates_documents, takes_positions
 from trainer_lib.context_parallel.sequence_split import SequenceSplit
-from trainer_lib.foundation.batch_fields import SHIFTED_LABELS, as_mapping, label_names_in
+from trainer_lib.foundation.tensors.batch_fields import SHIFTED_LABELS, as_mapping, label_names_in
 
 
 class PartLoader:

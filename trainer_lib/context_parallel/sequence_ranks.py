@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_lib.context_parallel.all_to_all import all_to_all_attention
-from trainer_lib.context_parallel.blocks import AttentionRule, Blocks
-from trainer_lib.context_parallel.exchange import AllGather, Ring, all_gather
-from trainer_lib.context_parallel.layout import SequenceLayout
-from trainer_lib.context_parallel.ring_attention import blockwise_attention
+from trainer_lib.context_parallel.attention.all_to_all import all_to_all_attention
+from trainer_lib.context_parallel.attention.block_masks import AttentionRule, Blocks
+from trainer_lib.context_parallel.attention.exchange import AllGather, Ring, all_gather
+from trainer_lib.context_parallel.attention.ring_attention import blockwise_attention
+from trainer_lib.context_parallel.sequence_layout import SequenceLayout
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 
 METHODS = ("ring", "allgather", "ulysses")

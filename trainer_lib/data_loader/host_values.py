@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trainer_lib.foundation.pytree import send_to_device
+from trainer_lib.foundation.tensors.pytree import send_to_device
 
 _host_values = WeakTensorKeyDictionary()  # by the tensor on the accelerator
 

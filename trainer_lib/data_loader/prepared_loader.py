@@ -32,7 +32,7 @@ from trainer_lib.data_loader.readers.reader import Reader
 from trainer_lib.data_loader.state_mixin import DataLoaderStateMixin
 from trainer_lib.foundation.errors import StateError, TrainerLibError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import send_to_device
+from trainer_lib.foundation.tensors.pytree import send_to_device
 from trainer_lib.logging import get_logger
 from trainer_lib.options.enums import RNGType
 from trainer_lib.state.gradient_state import GradientState, Rows

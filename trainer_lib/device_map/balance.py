@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from trainer_lib.device_map.device_map_plan import Device
 from trainer_lib.device_map.infer import fits, lists_accelerators, memory_limits
-from trainer_lib.device_map.plan import Device
 from trainer_lib.device_map.units import Classes, Unit, units_of
 
 _Limits = Callable[[int], Mapping[Device, int]]

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.device_map.plan import Device, DeviceLoad, DeviceMapPlan, Misfit
+from trainer_lib.device_map.device_map_plan import Device, DeviceLoad, DeviceMapPlan, Misfit
 from trainer_lib.device_map.units import Classes, Unit, units_of
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.memory import get_max_memory
 from trainer_lib.modules.device_placement import clean_device_map
-from trainer_lib.modules.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
+from trainer_lib.modules.weights.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
 
 _logger = get_logger(__name__)
 

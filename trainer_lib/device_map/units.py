@@ -9,8 +9,8 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.tensor_sizes import tensor_bytes
-from trainer_lib.modules.tensor_slots import buffer_slots, module_slots, parameter_slots
+from trainer_lib.modules.weights.tensor_sizes import tensor_bytes
+from trainer_lib.modules.weights.tensor_slots import buffer_slots, module_slots, parameter_slots
 
 _logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 from trainer_lib.events.event import declared_events, event
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.duration import Every
-from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
+from trainer_lib.foundation.public_names.signatures import ConstructorSignature, unknown_keywords
 
 
 class UpdatePlan(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
-from trainer_lib.foundation.signatures import parameter_names
+from trainer_lib.foundation.public_names.signatures import parameter_names
 
 _SHIPPED = "trainer_lib.callbacks"
 _METRIC = {

@@ -8,7 +8,7 @@ from typing import Any
 from trainer_lib.events.callback import EVENTS, Callback, Modifier, overrides
 from trainer_lib.events.run import Run
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, StateError
-from trainer_lib.foundation.signatures import cannot_take, parameter_names
+from trainer_lib.foundation.public_names.signatures import cannot_take, parameter_names
 from trainer_lib.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -219,7 +219,7 @@ def _check(callback: Any) -> None:
             f"callbacks has the class {callback.__name__}. Give an object: {callback.__name__}(…)."
         )
     if not isinstance(callback, Callback):
-        from trainer_lib.foundation.foreign_classes import instead_of_callback
+        from trainer_lib.foundation.public_names.foreign_classes import instead_of_callback
 
         name = type(callback).__name__
         instead = instead_of_callback(name) or " Derive it from trainer_lib.Callback."

@@ -13,7 +13,7 @@ from trainer_lib.events.requests import Control
 from trainer_lib.events.run_state import RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.metric_names import sets_of_metric
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator

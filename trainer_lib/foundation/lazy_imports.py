@@ -64,7 +64,7 @@ def _elsewhere(name: str, package: str) -> str:
 
 def _of_others(name: str) -> str:
     """Say what to use instead of a class of another library."""
-    from trainer_lib.foundation.foreign_classes import INSTEAD
+    from trainer_lib.foundation.public_names.foreign_classes import INSTEAD
 
     return f" Use {INSTEAD[name]}." if name in INSTEAD else ""
 
@@ -105,6 +105,6 @@ def _imports_of_stub(package: str, file: Path) -> Iterator[tuple[str, str]]:
         lines = (line.split() for line in source.splitlines() if line.startswith("from "))
         yield from ((words[-1], words[1]) for words in lines)
         return
-    from trainer_lib.foundation.stub_names import imports_of
+    from trainer_lib.foundation.public_names.stub_names import imports_of
 
     yield from imports_of(source, package, file)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.pytree import find_device, send_to_device
+from trainer_lib.foundation.tensors.pytree import find_device, send_to_device
 from trainer_lib.hooks.model_hook import ModelHook
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
 from trainer_lib.modules.device_placement import Device, move_tensors, set_module_tensor_to_device
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
-from trainer_lib.modules.tensor_sizes import named_module_tensors
-from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
-from trainer_lib.modules.tied_parameters import TiedTensors
+from trainer_lib.modules.weights.tensor_sizes import named_module_tensors
+from trainer_lib.modules.weights.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.modules.weights.tied_parameters import TiedTensors
 
 
 class AlignDevicesHook(ModelHook):

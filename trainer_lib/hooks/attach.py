@@ -9,9 +9,9 @@ from trainer_lib.hooks.align_devices import AlignDevicesHook
 from trainer_lib.hooks.model_hook import add_hook_to_module
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
 from trainer_lib.modules.device_placement import Device, has_offloaded_params, move_tensors, set_module_tensor_to_device
-from trainer_lib.modules.tensor_sizes import named_module_tensors
-from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
-from trainer_lib.modules.tied_parameters import TiedTensors
+from trainer_lib.modules.weights.tensor_sizes import named_module_tensors
+from trainer_lib.modules.weights.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.modules.weights.tied_parameters import TiedTensors
 from trainer_lib.tensor_files.offloaded_weights import PrefixedDataset
 
 Tied = dict[int, dict[torch.device, Tensor]]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.foundation.pytree import send_to_device
+from trainer_lib.foundation.tensors.pytree import send_to_device
 from trainer_lib.hooks.model_hook import ModelHook, remove_hook_from_module
 from trainer_lib.modules.device_placement import Device
 from trainer_lib.state import PartialState

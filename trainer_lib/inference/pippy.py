@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, did_you_mean
-from trainer_lib.foundation.pytree import concatenate, map_tensors, tensors
+from trainer_lib.foundation.tensors.pytree import concatenate, map_tensors, tensors
 from trainer_lib.inference.pippy_names import find_pippy_batch_size
-from trainer_lib.modules.names import class_name
+from trainer_lib.modules.weights.names import class_name
 from trainer_lib.options.base import check_count
 from trainer_lib.state import PartialState
 from trainer_lib.strategies.pipeline_parallel.model_stages import StageEnd

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.device_map.infer import infer_auto_device_map
-from trainer_lib.foundation.missing_features import PIPELINE_STEPS, missing_function
-from trainer_lib.foundation.pytree import ignorant_find_batch_size
-from trainer_lib.modules.tensor_sizes import calculate_maximum_sizes
+from trainer_lib.foundation.public_names.missing_features import PIPELINE_STEPS, missing_function
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size
+from trainer_lib.modules.weights.tensor_sizes import calculate_maximum_sizes
 
 _ROOM = 1.1  # for layers that are not equally large
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_lib.foundation.pytree import convert_to_fp32
+from trainer_lib.foundation.tensors.pytree import convert_to_fp32
 
 Forward = Callable[..., Any]
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, unknown
 from trainer_lib.foundation.light_dataclasses import LightDataclass
-from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
+from trainer_lib.foundation.public_names.signatures import ConstructorSignature, unknown_keywords
 
 
 class EnumWithContains(EnumMeta):

@@ -10,7 +10,7 @@ from torch import nn
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.block_split import find_blocks, split_evenly
 from trainer_lib.options.base import check_count
-from trainer_lib.options.pipeline_options import (
+from trainer_lib.options.parallel.pipeline_options import (
     V_SHAPED,
     check_micro_batches,
     check_schedule,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.foundation.pytree import convert_to_fp32
+from trainer_lib.foundation.tensors.pytree import convert_to_fp32
 from trainer_lib.modules import forwards
 from trainer_lib.options.precision_options import AutocastKwargs
 from trainer_lib.precision.base import FullPrecision

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.pytree import convert_to_fp32, map_tensors
+from trainer_lib.foundation.tensors.pytree import convert_to_fp32, map_tensors
 from trainer_lib.modules import forwards
 from trainer_lib.precision.autocast import Autocast
 

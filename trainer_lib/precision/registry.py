@@ -61,7 +61,7 @@ def choose_precision(
 def _fp8(device_type: str, autocast: AutocastKwargs, given: "FP8Recipe | None") -> FullPrecision:
     from trainer_lib.options.fp8_options import AORecipeKwargs, TERecipeKwargs, choose_recipe
     from trainer_lib.precision.float8 import Float8
-    from trainer_lib.precision.transformer_engine import TransformerEngine
+    from trainer_lib.precision.transformer_engine_fp8 import TransformerEngine
 
     recipe = choose_recipe(given)
     if isinstance(recipe, AORecipeKwargs):

@@ -11,10 +11,10 @@ from trainer_lib.device_map.units import Classes
 from trainer_lib.foundation.imports import require
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.device_placement import Device
-from trainer_lib.modules.names import is_listed
 from trainer_lib.modules.quantized_layers import keep_unpacked, unquantized
-from trainer_lib.modules.tensor_slots import module_slots
-from trainer_lib.modules.tied_parameters import find_tied_parameters
+from trainer_lib.modules.weights.names import is_listed
+from trainer_lib.modules.weights.tensor_slots import module_slots
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters
 from trainer_lib.options.quantization_options import BnbQuantizationConfig
 
 _logger = get_logger(__name__)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.imports import require
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.names import is_listed
+from trainer_lib.modules.weights.names import is_listed
 from trainer_lib.options.torchao_options import TorchAoConfig
 from trainer_lib.quantization.bnb_layers import get_keys_to_not_convert
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainer_lib.checkpointing.format.plain_values import decode_plain
+from trainer_lib.checkpointing.format.plain_json import decode_plain
 from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json

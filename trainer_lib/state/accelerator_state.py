@@ -10,9 +10,9 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, did_you_mean
 from trainer_lib.options.compile_options import TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.enums import DistributedType, PrecisionType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.options.precision_options import check_precision
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state.parallelism_resolution import Arrangement, arrange
 from trainer_lib.state.partial_state import PartialState

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 
 

@@ -7,8 +7,8 @@ import torch
 from trainer_lib import process_group
 from trainer_lib.foundation import environment, xla
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs
 from trainer_lib.options.enums import DistributedType
+from trainer_lib.options.parallel.ddp_options import InitProcessGroupKwargs
 from trainer_lib.process_group import LoneProcess, ProcessGroup
 from trainer_lib.state.devices import choose_device, use_device
 from trainer_lib.state.rank_control import ProcessControl

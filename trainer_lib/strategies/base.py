@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.state import inner_module, load_module_state, module_state
+from trainer_lib.modules.weights.state_dicts import inner_module, load_module_state, module_state
 from trainer_lib.options.base import KwargsHandler
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import clip_whole, norm_of_whole, shrink
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.device_types import FOREACH_NORM
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.tensor_operations import foreach_mul_, foreach_norm
+from trainer_lib.foundation.tensors.tensor_operations import foreach_mul_, foreach_norm
 
 
 def local_values(tensors: Iterable[Tensor]) -> list[Tensor]:

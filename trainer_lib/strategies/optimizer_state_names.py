@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 
 _UNNAMED = "parameter of its own"  # the name of a parameter that is in no prepared model
 # The entries of a group that belong to this process: the order of its parameters, and how it updates them.

@@ -8,9 +8,9 @@ import torch
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import KwargsHandler
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.enums import DistributedType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import Strategy

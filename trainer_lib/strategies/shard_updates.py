@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.local_shards import laid_out, local_shard, with_part
+from trainer_lib.foundation.tensors.local_shards import laid_out, local_shard, with_part
 
 # They compute each element by itself. Adafactor and Muon need whole matrices.
 _ELEMENTWISE = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 
 NO_CONTEXT = nullcontext()  # shared: each micro-batch that does not update enters it

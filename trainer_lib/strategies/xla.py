@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.foundation import xla
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.pytree import map_tensors
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.foundation.tensors.pytree import map_tensors
+from trainer_lib.modules.weights.names import canonical_name
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import weight_dtype
 from trainer_lib.strategies.ddp.param_averaging import average, trained_parameters

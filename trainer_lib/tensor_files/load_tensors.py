@@ -16,7 +16,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.tensor_operations import as_bytes
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.tensor_files.reused_memory import ReusedMemory
 from trainer_lib.tensor_files.safetensors import TensorLocation, read_locations, with_aliases
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer_lib.filesystem.atomic_files import path_inside, replace_file
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
-from trainer_lib.foundation.tensor_operations import as_bytes
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.tensor_files.load_tensors import locate_tensor
 from trainer_lib.tensor_files.map_tensor import map_or_read, map_tensor
 from trainer_lib.tensor_files.reused_memory import ReusedMemory

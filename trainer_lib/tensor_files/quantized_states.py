@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.local_shards import with_part
+from trainer_lib.foundation.tensors.local_shards import with_part
 
 # The types of their values. A name in a file imports no other class.
 _KINDS = {

@@ -15,7 +15,7 @@ from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.foundation.tensor_operations import as_bytes
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.tensor_files.tensor_storage import stored_values, without_aliases
 
 _NAMES = {

@@ -16,7 +16,7 @@ from trainer_lib.accelerator import Accelerator
 from trainer_lib.collectives.object_collectives import broadcast_object_list
 from trainer_lib.collectives.tensor_collectives import broadcast, gather, pad_across_processes, reduce
 from trainer_lib.foundation import environment
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 
 _BATCH = 4
 _WINDOWS = 3  # optimizer steps of the comparison with one process

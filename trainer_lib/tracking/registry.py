@@ -10,8 +10,8 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, unknown
 from trainer_lib.foundation.imports import pip_install
-from trainer_lib.foundation.missing_features import AIM, missing_class
-from trainer_lib.foundation.signatures import keywords_in_source
+from trainer_lib.foundation.public_names.missing_features import AIM, missing_class
+from trainer_lib.foundation.public_names.signatures import keywords_in_source
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
 

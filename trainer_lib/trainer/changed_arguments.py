@@ -103,7 +103,7 @@ def _frozen(groups: Sequence[ParameterGroup]) -> list[tuple[str, bool]]:
 
 
 def _change_loaders(trainer: TrainerInterface) -> None:
-    from trainer_lib.trainer.fit.build_accelerator import loader_options
+    from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import loader_options
 
     if trainer.parts.owns_accelerator:
         trainer.accelerator.dataloader_config = loader_options(trainer.args)

@@ -27,7 +27,7 @@ class PreparedModels:
 
     def prepare(self, models: Models, args: TrainingArguments, accelerator: "Accelerator") -> None:
         """Prepare the models of a trainer."""
-        from trainer_lib.trainer.fit.build_accelerator import adapt_model
+        from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import adapt_model
 
         named = {"": models} if isinstance(models, nn.Module) else dict(models)
         if args.parameter_groups:

@@ -15,7 +15,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.compiler_import import defer_compiler_import
 from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError, UnsupportedError, unknown
 from trainer_lib.foundation.lazy_imports import without_collections
-from trainer_lib.foundation.signatures import ConstructorSignature
+from trainer_lib.foundation.public_names.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -139,7 +139,7 @@ class Trainer(ToolMethods, PublishMethods):
         with without_collections():
             from trainer_lib.trainer import defaults
             from trainer_lib.trainer.changed_arguments import remembered
-            from trainer_lib.trainer.fit.build_accelerator import build_accelerator
+            from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import build_accelerator
             from trainer_lib.trainer.losses.batch_loss import BatchLoss
 
         self.args: TrainingArguments = at_construction.checked_arguments(args).effective()

@@ -1,4 +1,4 @@
-from trainer_lib.launchers.config_file import write_basic_config as write_basic_config
+from trainer_lib.launchers.settings.config_file import write_basic_config as write_basic_config
 from trainer_lib.memory import MemoryUse as MemoryUse
 from trainer_lib.memory import PeakMemory as PeakMemory
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig

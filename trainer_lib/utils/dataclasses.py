@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from trainer_lib.foundation.missing_features import (
+from trainer_lib.foundation.public_names.missing_features import (
     MEGATRON_LM,
     missing_function,
 )
-from trainer_lib.foundation.pytree import TensorInformation as TensorInformation
+from trainer_lib.foundation.tensors.pytree import TensorInformation as TensorInformation
 from trainer_lib.modules.blocks import get_module_class_from_name as get_module_class_from_name
 from trainer_lib.options.accelerate_constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION,
@@ -34,8 +34,6 @@ from trainer_lib.options.base import EnumWithContains as EnumWithContains
 from trainer_lib.options.base import KwargsHandler as KwargsHandler
 from trainer_lib.options.compile_options import TorchDynamoPlugin as TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration as DataLoaderConfiguration
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from trainer_lib.options.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainer_lib.options.enums import ComputeEnvironment as ComputeEnvironment
 from trainer_lib.options.enums import CustomDtype as CustomDtype
@@ -51,18 +49,28 @@ from trainer_lib.options.fp8_options import AORecipeKwargs as AORecipeKwargs
 from trainer_lib.options.fp8_options import FP8RecipeKwargs as FP8RecipeKwargs
 from trainer_lib.options.fp8_options import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from trainer_lib.options.fp8_options import TERecipeKwargs as TERecipeKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin as MegatronLMPlugin
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig as TorchPipelineParallelConfig
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainer_lib.options.parallel.fsdp_options import (
+    FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
+)
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig as TorchPipelineParallelConfig
+from trainer_lib.options.parallel.sequence_options import (
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+)
+from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig as TorchContextParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import (
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+)
+from trainer_lib.options.parallel.tensor_parallel_options import (
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
+)
 from trainer_lib.options.precision_options import AutocastKwargs as AutocastKwargs
 from trainer_lib.options.precision_options import GradScalerKwargs as GradScalerKwargs
 from trainer_lib.options.profiler_options import ProfileKwargs as ProfileKwargs
 from trainer_lib.options.project_options import ProjectConfiguration as ProjectConfiguration
 from trainer_lib.options.quantization_options import BnbQuantizationConfig as BnbQuantizationConfig
-from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-from trainer_lib.options.sequence_options import TorchContextParallelConfig as TorchContextParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig as TorchTensorParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainer_lib.options.torchao_options import TorchAoConfig as TorchAoConfig
 from trainer_lib.parallelism_config import ParallelismConfig as ParallelismConfig
 

@@ -14,8 +14,8 @@ from trainer_lib.checkpointing.format.layout import OPTIMIZER_NAME as OPTIMIZER_
 from trainer_lib.checkpointing.third_party.torch_shards import merge_fsdp_weights as merge_fsdp_weights
 from trainer_lib.foundation.environment import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from trainer_lib.foundation.environment import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
-from trainer_lib.foundation.missing_features import FSDP1_STEPS, missing_function
-from trainer_lib.modules.names import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from trainer_lib.foundation.public_names.missing_features import FSDP1_STEPS, missing_function
+from trainer_lib.modules.weights.names import fsdp2_canonicalize_names as fsdp2_canonicalize_names
 from trainer_lib.options.accelerate_constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from trainer_lib.precision.scaler import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from trainer_lib.tensor_files.weight_names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer_lib.foundation.environment import env_var_path_add as env_var_path_add
-from trainer_lib.foundation.missing_features import (
+from trainer_lib.foundation.public_names.missing_features import (
     LAUNCHER_STEPS,
     SAGEMAKER,
     missing_class,

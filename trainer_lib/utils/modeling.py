@@ -2,9 +2,9 @@
 
 from trainer_lib.checkpointing.load.offloaded_model import load_offloaded_weights as load_offloaded_weights
 from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model as load_checkpoint_in_model
+from trainer_lib.device_map.allocation_steps import fallback_allocate as fallback_allocate
+from trainer_lib.device_map.allocation_steps import get_module_size_with_ties as get_module_size_with_ties
 from trainer_lib.device_map.balance import get_balanced_memory as get_balanced_memory
-from trainer_lib.device_map.fallback import fallback_allocate as fallback_allocate
-from trainer_lib.device_map.fallback import get_module_size_with_ties as get_module_size_with_ties
 from trainer_lib.device_map.infer import infer_auto_device_map as infer_auto_device_map
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
 from trainer_lib.memory import get_max_memory as get_max_memory
@@ -18,19 +18,25 @@ from trainer_lib.modules.device_placement import clean_device_map as clean_devic
 from trainer_lib.modules.device_placement import has_offloaded_params as has_offloaded_params
 from trainer_lib.modules.device_placement import set_module_tensor_to_device as set_module_tensor_to_device
 from trainer_lib.modules.module_kinds import is_peft_model as is_peft_model
-from trainer_lib.modules.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
-from trainer_lib.modules.offloaded_state import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-from trainer_lib.modules.tensor_sizes import calculate_maximum_sizes as calculate_maximum_sizes
-from trainer_lib.modules.tensor_sizes import compute_module_sizes as compute_module_sizes
-from trainer_lib.modules.tensor_sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
-from trainer_lib.modules.tensor_sizes import dtype_byte_size as dtype_byte_size
-from trainer_lib.modules.tensor_sizes import get_max_layer_size as get_max_layer_size
-from trainer_lib.modules.tensor_sizes import get_module_leaves as get_module_leaves
-from trainer_lib.modules.tensor_sizes import get_non_persistent_buffers as get_non_persistent_buffers
-from trainer_lib.modules.tensor_sizes import named_module_tensors as named_module_tensors
-from trainer_lib.modules.tied_parameters import check_tied_parameters_in_config as check_tied_parameters_in_config
-from trainer_lib.modules.tied_parameters import find_tied_parameters as find_tied_parameters
-from trainer_lib.modules.tied_parameters import retie_parameters as retie_parameters
+from trainer_lib.modules.weights.offloaded_state import get_state_dict_from_offload as get_state_dict_from_offload
+from trainer_lib.modules.weights.offloaded_state import (
+    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+)
+from trainer_lib.modules.weights.tensor_sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from trainer_lib.modules.weights.tensor_sizes import compute_module_sizes as compute_module_sizes
+from trainer_lib.modules.weights.tensor_sizes import (
+    compute_module_total_buffer_size as compute_module_total_buffer_size,
+)
+from trainer_lib.modules.weights.tensor_sizes import dtype_byte_size as dtype_byte_size
+from trainer_lib.modules.weights.tensor_sizes import get_max_layer_size as get_max_layer_size
+from trainer_lib.modules.weights.tensor_sizes import get_module_leaves as get_module_leaves
+from trainer_lib.modules.weights.tensor_sizes import get_non_persistent_buffers as get_non_persistent_buffers
+from trainer_lib.modules.weights.tensor_sizes import named_module_tensors as named_module_tensors
+from trainer_lib.modules.weights.tied_parameters import (
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+)
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters as find_tied_parameters
+from trainer_lib.modules.weights.tied_parameters import retie_parameters as retie_parameters
 from trainer_lib.precision.autocast import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainer_lib.precision.scaler import get_grad_scaler as get_grad_scaler
 from trainer_lib.tensor_files.tensor_storage import id_tensor_storage as id_tensor_storage

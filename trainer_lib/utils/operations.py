@@ -32,8 +32,8 @@ from trainer_lib.collectives.tensor_collectives import TENSOR_TYPE_TO_INT as TEN
 from trainer_lib.collectives.tensor_collectives import gather_tensor_shape as gather_tensor_shape
 from trainer_lib.foundation.compat import GatheredParameters as GatheredParameters
 from trainer_lib.foundation.errors import DistributedOperationException as DistributedOperationException
-from trainer_lib.foundation.pytree import get_shape as get_shape
-from trainer_lib.foundation.pytree import is_torch_xpu_tensor as is_torch_xpu_tensor
+from trainer_lib.foundation.tensors.pytree import get_shape as get_shape
+from trainer_lib.foundation.tensors.pytree import is_torch_xpu_tensor as is_torch_xpu_tensor
 from trainer_lib.modules.forwards import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from trainer_lib.modules.forwards import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from trainer_lib.options.accelerate_constants import (

@@ -3,6 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from trainer_lib.foundation.missing_features import TPU_INSTALLER, missing_function
+from trainer_lib.foundation.public_names.missing_features import TPU_INSTALLER, missing_function
 
 install_xla: Callable[..., Any] = missing_function("install_xla", TPU_INSTALLER)

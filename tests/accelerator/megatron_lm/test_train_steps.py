@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.accelerator.megatron_lm.chapter import KeyTokens, SomeTokens
 from tests.strategies.split import LENGTH, VOCABULARY, bert, gpt2, llama, model_of
 from trainer_lib import Accelerator
-from trainer_lib.accelerator.megatron_lm.engine import as_engine
+from trainer_lib.accelerator.megatron_lm.megatron_engine import as_engine
 from trainer_lib.data_loader.megatron_lm.indexed_dataset import write_indexed_dataset
 from trainer_lib.foundation.errors import ConfigurationError, StateError, UnsupportedError
 from trainer_lib.utils import (

@@ -13,7 +13,7 @@ from tests.checkpointing.third_party.test_fsdp import prepared, train
 from tests.checkpointing.third_party.trainers import SAVED_AT, logged, set_dropout, their_state, their_trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError
-from trainer_lib.checkpointing.third_party.export import export
+from trainer_lib.checkpointing.third_party.export_checkpoint import export
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.errors import UnsupportedError
 

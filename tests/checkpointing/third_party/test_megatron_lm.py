@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.strategies.split import VOCABULARY, gpt2, llama, model_of
-from trainer_lib.checkpointing.third_party.megatron_lm.conversion import Layout, from_transformers, to_transformers
 from trainer_lib.checkpointing.third_party.megatron_lm.models import Shape, grouped, ungrouped
 from trainer_lib.checkpointing.third_party.megatron_lm.pieces import FILE, read_pieces, split
+from trainer_lib.checkpointing.third_party.megatron_lm.weight_conversion import (
+    Layout,
+    from_transformers,
+    to_transformers,
+)
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError
 

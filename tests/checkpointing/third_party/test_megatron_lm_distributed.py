@@ -14,8 +14,12 @@ from torch import Tensor
 from tests.checkpointing.third_party.test_megatron_lm import MODELS, saved
 from tests.strategies.split import model_of
 from tests.worlds import run_world
-from trainer_lib.checkpointing.third_party.megatron_lm.conversion import Layout, from_transformers, to_transformers
 from trainer_lib.checkpointing.third_party.megatron_lm.pieces import read_pieces
+from trainer_lib.checkpointing.third_party.megatron_lm.weight_conversion import (
+    Layout,
+    from_transformers,
+    to_transformers,
+)
 from trainer_lib.checkpointing.third_party.torch_shards import write_shards
 from trainer_lib.commands.main import main
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError

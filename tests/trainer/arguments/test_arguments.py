@@ -16,8 +16,8 @@ import torch
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launched import PYTHON_PATH
 from trainer_lib.foundation.errors import MissingPackageError
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments.command_line import descriptions
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments

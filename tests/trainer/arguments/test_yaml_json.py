@@ -12,10 +12,10 @@ import yaml
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.sequence_options import TorchContextParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup

@@ -28,9 +28,9 @@ from trainer_lib.foundation.errors import (
     TrainerLibError,
 )
 from trainer_lib.launchers import ProcessFailedError
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.state import PartialState
-from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
+from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import accumulation_steps
 
 INPUTS, CLASSES = torch.randn(16, 4), torch.randint(0, 2, (16,))
 DATA = (INPUTS, CLASSES)

@@ -21,7 +21,7 @@ from trainer_lib import ConfigurationError, DeepSpeedPlugin, UnsupportedError
 from trainer_lib.callbacks import EMA
 from trainer_lib.events import Callback, Run
 from trainer_lib.launchers import ProcessFailedError, run_forked
-from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
+from trainer_lib.trainer.fit.accelerator_setup.deepspeed_arguments import deepspeed_plugin
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",

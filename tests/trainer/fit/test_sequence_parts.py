@@ -16,9 +16,9 @@ from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArgumen
 from trainer_lib.callbacks import LabelSmoothing
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
-from trainer_lib.options.sequence_options import TorchContextParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.trainer.data.packing import PackedDataset
 
 WORDS = 31

@@ -13,8 +13,8 @@ from torch.optim import SGD
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_names import ALWAYS, NONE_HERE, RENAMED

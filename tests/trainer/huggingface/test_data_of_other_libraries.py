@@ -20,7 +20,7 @@ from tests.worlds import run_world
 from trainer_lib import Trainer
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import StateError, UnsupportedError
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.checkpoints.peft import LEFT_OUT_FILE
 
 # PEFT asks transformers for a name that is on its way out.

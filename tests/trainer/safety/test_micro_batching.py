@@ -14,7 +14,7 @@ from tests.worlds import run_world
 from trainer_lib import ConfigurationError, PartialState, Trainer, UnsupportedError
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.trainer.safety.module_buffers import Buffers
 
 

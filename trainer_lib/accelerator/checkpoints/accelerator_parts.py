@@ -22,7 +22,7 @@ from trainer_lib.checkpointing.format.layout import (
 from trainer_lib.checkpointing.format.manifest import Manifest
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.checkpointing.format.state_parts import Part, State, Weights
-from trainer_lib.foundation.pytree import send_to_device
+from trainer_lib.foundation.tensors.pytree import send_to_device
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.optimizer_state_names import load_named_gradients, named_gradients, named_parameters
 

@@ -19,7 +19,7 @@ from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_pr
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.options.accelerate_constants import FSDP_MODEL_NAME
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 
 
 def save_fsdp_model(

@@ -16,7 +16,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 from trainer_lib.strategies.optimizer_state_names import named_parameters, parameter_names
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
 

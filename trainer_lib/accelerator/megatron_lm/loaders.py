@@ -1,7 +1,7 @@
 """Loaders whose batches are those of an update, and loaders of Megatron-LM's datasets."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +9,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_lib.data_loader.megatron_lm.gpt_samples import gpt_datasets, weighted_paths
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyDataLoader
+from trainer_lib.options.megatron_lm.dummy_data_loader import MegatronLMDummyDataLoader
 
 if TYPE_CHECKING:
-    from trainer_lib.accelerator.prepare_methods import PrepareMethods
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin
 
 
@@ -52,7 +51,9 @@ def of_windows(loader: DataLoader[Any], plugin: "MegatronLMPlugin") -> DataLoade
     return copied
 
 
-def with_datasets(accelerator: "PrepareMethods", plugin: "MegatronLMPlugin", values: Sequence[Any]) -> tuple[Any, ...]:
+def with_datasets(
+    values: Sequence[Any], plugin: "MegatronLMPlugin", replicas: int, prepare: Callable[[DataLoader[Any]], Any]
+) -> tuple[Any, ...]:
     """Return what `prepare` got, with prepared loaders for stand-ins: to train on, to validate on, to test on."""
     dummies = [value for value in values if isinstance(value, MegatronLMDummyDataLoader)]
     if not dummies:
@@ -63,9 +64,9 @@ def with_datasets(accelerator: "PrepareMethods", plugin: "MegatronLMPlugin", val
             f"prepare got {len(dummies)} MegatronLMDummyDataLoaders. There are three: the loaders to train on, to "
             "validate on and to test on."
         )
-    options, replicas = dummies[0], accelerator.data_group.size
+    options = dummies[0]
     loaders = iter(
-        None if dataset is None else _loader(accelerator, dataset, options, shuffles=index == 0)
+        None if dataset is None else _endless(prepare(_loader(dataset, options, shuffles=index == 0)))
         for index, dataset in enumerate(_datasets(options, plugin, replicas))
     )
     return tuple(next(loaders) if isinstance(value, MegatronLMDummyDataLoader) else value for value in values)
@@ -79,13 +80,15 @@ def _datasets(options: MegatronLMDummyDataLoader, plugin: "MegatronLMPlugin", re
     return gpt_datasets(paths, options.needed("split"), options.needed("seq_length", plugin.seq_length))
 
 
-def _loader(accelerator: "PrepareMethods", dataset: Any, options: MegatronLMDummyDataLoader, shuffles: bool) -> Any:
+def _loader(dataset: Any, options: MegatronLMDummyDataLoader, shuffles: bool) -> DataLoader[Any]:
     seed, workers = options.needed("seed"), options.needed("num_workers")
     generator = torch.Generator().manual_seed(seed) if shuffles else None
     size = options.needed("micro_batch_size")
-    plain: DataLoader[Any] = DataLoader(
+    return DataLoader(
         dataset, batch_size=size, shuffle=shuffles, generator=generator, drop_last=True, num_workers=workers
     )
-    prepared = accelerator.prepare_data_loader(plain)
-    prepared.__class__ = type(type(prepared).__name__, (EndlessLoader, type(prepared)), {})
-    return prepared
+
+
+def _endless(loader: Any) -> Any:
+    loader.__class__ = type(type(loader).__name__, (EndlessLoader, type(loader)), {})
+    return loader

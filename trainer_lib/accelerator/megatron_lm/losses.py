@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.pytree import recursively_apply
+from trainer_lib.foundation.tensors.pytree import recursively_apply
 from trainer_lib.state import PartialState
 
 

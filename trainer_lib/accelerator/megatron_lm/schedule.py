@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler, decay_factor, increase_factor
+from trainer_lib.options.megatron_lm.dummy_data_loader import MegatronLMDummyScheduler, decay_factor, increase_factor
 
 if TYPE_CHECKING:
     from trainer_lib.options.megatron_lm.megatron_lm_plugin import MegatronLMPlugin

@@ -13,7 +13,7 @@ from trainer_lib.checkpointing.format.layout import (
     is_committed,
 )
 from trainer_lib.checkpointing.format.manifest import Manifest
-from trainer_lib.checkpointing.format.plain_values import decode_plain
+from trainer_lib.checkpointing.format.plain_json import decode_plain
 from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath

@@ -8,7 +8,7 @@ from dataclasses import asdict, field
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
-from trainer_lib.checkpointing.format.plain_values import decode_plain
+from trainer_lib.checkpointing.format.plain_json import decode_plain
 from trainer_lib.filesystem.atomic_files import says_damaged
 from trainer_lib.filesystem.checksums import checksum_of_bytes
 from trainer_lib.filesystem.remote_paths import AnyPath

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
 from trainer_lib.checkpointing.format.state_parts import State, StateOptions, Weights, state_files
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.local_shards import local_shard
+from trainer_lib.foundation.tensors.local_shards import local_shard
 from trainer_lib.tensor_files.file_contents import Content, Json
 from trainer_lib.tensor_files.quantized_states import QuantizedState
 from trainer_lib.tensor_files.rank_shards import (

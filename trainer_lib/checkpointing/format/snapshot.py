@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer_lib.checkpointing.format.overlapped_copies import OverlappedCopies
 from trainer_lib.checkpointing.format.snapshot_memory import SnapshotMemory
 from trainer_lib.foundation.device_types import pins_memory
-from trainer_lib.foundation.tensor_operations import as_bytes
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.tensor_files.safetensors import unsupported_reason
 from trainer_lib.tensor_files.tensor_storage import without_aliases
 

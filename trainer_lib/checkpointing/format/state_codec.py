@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer_lib.checkpointing.format.plain_values import DEFAULT_FACTORIES, PlainDecoder
+from trainer_lib.checkpointing.format.plain_json import DEFAULT_FACTORIES, PlainDecoder
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.tensor_files.safetensors import unsupported_reason

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from trainer_lib.checkpointing.load.weight_files import WeightFiles
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, StateError
 from trainer_lib.modules.device_placement import Device, check_device_map, device_of, set_module_tensor_to_device
-from trainer_lib.modules.names import is_listed
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
-from trainer_lib.modules.tensor_slots import parameter_slots
-from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_by_device, retie_parameters
+from trainer_lib.modules.weights.names import is_listed
+from trainer_lib.modules.weights.tensor_slots import parameter_slots
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_by_device, retie_parameters
 from trainer_lib.tensor_files.offloaded_weights import (
     Index,
     OffloadedWeightsLoader,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from trainer_lib.checkpointing.load.weight_files import WeightFiles
 from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.foundation.errors import CheckpointError, PreparationError
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.state import check_fits
-from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_parameters
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.state_dicts import check_fits
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_parameters
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.tensor_files.weights_index import has_rank_shards, read_weights
 

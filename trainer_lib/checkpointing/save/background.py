@@ -244,7 +244,9 @@ def _changed_by_steps(optimizers: "Sequence[Optimizer]") -> list[Tensor]:
 
 
 def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    from trainer_lib.foundation.local_shards import local_shard  # which a first step without saves can do without
+    from trainer_lib.foundation.tensors.local_shards import (
+        local_shard,  # which a first step without saves can do without
+    )
 
     return [local_shard(tensor) for tensor in tensors]
 

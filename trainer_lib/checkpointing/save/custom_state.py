@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer_lib.checkpointing.format.layout import CUSTOM_STATE_NAME
 from trainer_lib.checkpointing.save.torch_save import load, save
-from trainer_lib.foundation.missing_features import MissingFeature, missing_function
+from trainer_lib.foundation.public_names.missing_features import MissingFeature, missing_function
 
 _SEPARATE_STATES = MissingFeature(
     "Accelerate's separate steps of a checkpoint", "accelerator.save_state and accelerator.load_state do all of it."

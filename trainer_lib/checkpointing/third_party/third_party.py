@@ -12,7 +12,7 @@ from trainer_lib.checkpointing.third_party.safe_pickles import read_generators, 
 from trainer_lib.checkpointing.third_party.torch_shards import is_sharded, read_whole
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, UnsupportedError
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 from trainer_lib.tensor_files.weight_names import SAFE_MODEL_NAME
 from trainer_lib.tensor_files.weights_index import find_weights, read_weights
 

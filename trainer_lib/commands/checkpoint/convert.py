@@ -75,7 +75,7 @@ def convert(options: argparse.Namespace) -> int:
 
 def _check_direction(options: argparse.Namespace) -> None:
     """Raise for an unknown library, and for an option that this conversion does not have."""
-    from trainer_lib.checkpointing.third_party.export import LAYOUTS
+    from trainer_lib.checkpointing.third_party.export_checkpoint import LAYOUTS
 
     if options.to not in (None, "megatron", *LAYOUTS):
         raise ConfigurationError(unknown("library", options.to, ["megatron", *LAYOUTS]))
@@ -108,14 +108,14 @@ def _check_direction(options: argparse.Namespace) -> None:
 
 
 def _is_megatron(folder: Path) -> bool:
-    from trainer_lib.checkpointing.third_party.megatron_lm.conversion import is_megatron
+    from trainer_lib.checkpointing.third_party.megatron_lm.weight_conversion import is_megatron
 
     return is_megatron(folder)
 
 
 def _to_megatron(options: argparse.Namespace) -> int:
     """Convert a folder of transformers for Megatron-LM, and print what was written."""
-    from trainer_lib.checkpointing.third_party.megatron_lm.conversion import Layout, from_transformers
+    from trainer_lib.checkpointing.third_party.megatron_lm.weight_conversion import Layout, from_transformers
 
     layout = Layout(options.tensor_parallel or 1, options.pipeline_parallel or 1, options.transformer_impl != "local")
     written = from_transformers(options.folder, options.target, layout)
@@ -124,7 +124,7 @@ def _to_megatron(options: argparse.Namespace) -> int:
 
 def _from_megatron(options: argparse.Namespace) -> int:
     """Convert a checkpoint of Megatron-LM into a folder of transformers, and print what was left out."""
-    from trainer_lib.checkpointing.third_party.megatron_lm.conversion import to_transformers
+    from trainer_lib.checkpointing.third_party.megatron_lm.weight_conversion import to_transformers
 
     left_out = to_transformers(options.folder, options.target, options.vocab_size, _shard_size(options))
     return _print_result(
@@ -150,7 +150,7 @@ def _print_result(
 def _export(options: argparse.Namespace) -> int:
     """Convert a checkpoint for another library, and print what was written and what was left out."""
     from trainer_lib.checkpointing.format.listing import newest_checkpoint
-    from trainer_lib.checkpointing.third_party.export import export
+    from trainer_lib.checkpointing.third_party.export_checkpoint import export
 
     source = Path(str(newest_checkpoint(options.folder).path))
     result = export(source, options.target, options.to, options.overwrite, options.allow_pickle)

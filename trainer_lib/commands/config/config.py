@@ -12,14 +12,14 @@ from trainer_lib.commands.config.questions import answers_of, configuration, que
 from trainer_lib.commands.config.update import keep_backup, update_command_parser
 from trainer_lib.commands.subcommands import add_option, check_can_write, make_parser, writing
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_file import (
+from trainer_lib.launchers.settings.config_file import (
     ClusterConfig,
     SageMakerConfig,
     find_config_file,
     home_config_file,
     load_config_from_file,
 )
-from trainer_lib.launchers.setting import YES_OR_NO
+from trainer_lib.launchers.settings.setting import YES_OR_NO
 
 _WRITE = "write"
 

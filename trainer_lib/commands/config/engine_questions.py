@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from trainer_lib.commands.config.questionnaire import Answers, Question
 from trainer_lib.commands.config.setting_question import note_of, question
-from trainer_lib.launchers.setting import FILLED, NUMBER, TEXT, YES_OR_NO, choice
+from trainer_lib.launchers.settings.setting import FILLED, NUMBER, TEXT, YES_OR_NO, choice
 from trainer_lib.options.accelerate_constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from trainer_lib.options.enums import DistributedType
 

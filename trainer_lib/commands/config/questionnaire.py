@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.launchers.setting import Kind
+from trainer_lib.launchers.settings.setting import Kind
 
 Answers = Mapping[str, Any]
 _BACK, _HELP = "back", "?"

@@ -13,10 +13,10 @@ from trainer_lib.commands.config.sagemaker_questions import (
 )
 from trainer_lib.commands.config.setting_question import PLACE, is_on, note_of, only_on, question
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_file import BaseConfig, ClusterConfig, SageMakerConfig
-from trainer_lib.launchers.config_reader import SECTIONS
-from trainer_lib.launchers.launch_options import SETTINGS
-from trainer_lib.launchers.setting import COUNT_OR_ZERO, FILLED, PRECISION, TEXT, YES_OR_NO, choice
+from trainer_lib.launchers.settings.config_file import BaseConfig, ClusterConfig, SageMakerConfig
+from trainer_lib.launchers.settings.config_reader import SECTIONS
+from trainer_lib.launchers.settings.launch_options import SETTINGS
+from trainer_lib.launchers.settings.setting import COUNT_OR_ZERO, FILLED, PRECISION, TEXT, YES_OR_NO, choice
 from trainer_lib.options.accelerate_constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.enums import ComputeEnvironment, DistributedType

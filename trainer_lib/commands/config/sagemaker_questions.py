@@ -4,8 +4,8 @@ from typing import Any
 
 from trainer_lib.commands.config.questionnaire import Answers, Question
 from trainer_lib.commands.config.setting_question import question
-from trainer_lib.launchers.config_file import SageMakerConfig
-from trainer_lib.launchers.setting import COUNT, FILLED, TEXT, YES_OR_NO, choice
+from trainer_lib.launchers.settings.config_file import SageMakerConfig
+from trainer_lib.launchers.settings.setting import COUNT, FILLED, TEXT, YES_OR_NO, choice
 from trainer_lib.options.accelerate_constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
 from trainer_lib.options.enums import ComputeEnvironment, SageMakerDistributedType
 

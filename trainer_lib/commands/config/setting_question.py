@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from trainer_lib.commands.config.questionnaire import Answers, Question
-from trainer_lib.launchers.launch_options import SETTINGS
-from trainer_lib.launchers.setting import Kind
+from trainer_lib.launchers.settings.launch_options import SETTINGS
+from trainer_lib.launchers.settings.setting import Kind
 from trainer_lib.options.enums import ComputeEnvironment
 
 PLACE = "compute_environment"

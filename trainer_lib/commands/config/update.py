@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.commands.subcommands import writing
-from trainer_lib.launchers.config_file import default_config_file, load_config_from_file
+from trainer_lib.launchers.settings.config_file import default_config_file, load_config_from_file
 
 
 def update_config(args: argparse.Namespace) -> Path:

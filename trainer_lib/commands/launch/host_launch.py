@@ -18,7 +18,7 @@ from trainer_lib.commands.launch.hostfile import Hosts, read_hostfile, selected
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 
 _PORT = 29500
 _HERE = ("standard", "nossh")  # the launcher runs on each machine

@@ -15,11 +15,11 @@ from trainer_lib.commands.launch.launch_parser import launch_parser, parse
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.missing_features import TPU_PODS, missing_function
+from trainer_lib.foundation.public_names.missing_features import TPU_PODS, missing_function
 from trainer_lib.launchers import launch_plan
-from trainer_lib.launchers.config_file import SageMakerConfig
-from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
+from trainer_lib.launchers.settings.config_file import SageMakerConfig
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 from trainer_lib.processes.exit_codes import reason_of
 
 _DEFAULT_PORT = 29500
@@ -260,7 +260,7 @@ _OF_THE_PLAN = (
 def _check_arrangement(values: LaunchValues, plan: Plan) -> None:
     """Raise for options of FSDP or DeepSpeed, and sizes of replication and sharding, that no process could use."""
     if values["use_fsdp"]:
-        from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+        from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 
         FullyShardedDataParallelPlugin()
     if values["use_deepspeed"]:

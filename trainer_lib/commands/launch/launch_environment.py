@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation import environment
-from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.precision_options import check_precision
 

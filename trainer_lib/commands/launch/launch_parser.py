@@ -9,9 +9,9 @@ from typing import Any
 from trainer_lib.commands.help_lines import option_lines
 from trainer_lib.commands.subcommands import Parser
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean, unknown
-from trainer_lib.foundation.missing_features import refusal
-from trainer_lib.launchers.launch_options import GROUPS, MISSING_GROUPS, NOT_NEEDED, SETTINGS
-from trainer_lib.launchers.setting import Setting
+from trainer_lib.foundation.public_names.missing_features import refusal
+from trainer_lib.launchers.settings.launch_options import GROUPS, MISSING_GROUPS, NOT_NEEDED, SETTINGS
+from trainer_lib.launchers.settings.setting import Setting
 
 _USAGE = "trainer-lib launch [options] SCRIPT [options of the script]"
 _DESCRIPTION = "Start a script on one or several processes that form a world, on accelerators or the CPU."

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
-from trainer_lib.launchers.launch_options import GROUPS, SETTINGS
 from trainer_lib.launchers.launch_plan import Plan
+from trainer_lib.launchers.settings.launch_options import GROUPS, SETTINGS
 
 _OF_THE_COMMAND = "script"  # the group of options that are no settings of processes
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.missing_features import refusal
-from trainer_lib.launchers.config_file import find_config_file, read_file
-from trainer_lib.launchers.config_reader import is_sagemaker
-from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.foundation.public_names.missing_features import refusal
+from trainer_lib.launchers.settings.config_file import find_config_file, read_file
+from trainer_lib.launchers.settings.config_reader import is_sagemaker
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 
 DEFAULT = "default"
 

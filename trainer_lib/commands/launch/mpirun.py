@@ -11,8 +11,8 @@ from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.launch_options import SETTINGS
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 
 # What the launcher does itself, and mpirun does not.
 _OF_THE_LAUNCHER = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "tee", "rdzv_backend", "rdzv_conf")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
-from trainer_lib.launchers.launch_options import SETTINGS
+from trainer_lib.launchers.settings.launch_options import SETTINGS
 
 # Where a process runs is the scheduler's to say; the rest is about the submission.
 PLACES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_endpoint")

@@ -22,17 +22,17 @@ from trainer_lib.context_parallel.batch import BatchCut
 from trainer_lib.context_parallel.context_parallel import ContextParallel
 from trainer_lib.foundation.errors import TrainerLibError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import tensors
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.tied_parameters import first_names
+from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.modules.training_memory import local_part
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.tied_parameters import first_names
 from trainer_lib.precision.registry import choose_precision
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.pipeline_parallel.model_stages import StageEnd
 from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
 from trainer_lib.strategies.tensor_parallel.tensor_parallel import MatrixSplitting
-from trainer_lib.trainer.fit.build_accelerator import adapt_model
+from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import adapt_model
 
 GATHERED_AS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what FSDP2 gathers weights in
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 
 # Where the whole tensor is in the arguments of an operation; a gathered one is a part of it for each rank.
 _SENT = {

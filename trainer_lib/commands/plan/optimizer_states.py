@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainer_lib.commands.plan.simulated_world import no_values
 from trainer_lib.commands.plan.training_job import TrainingJob
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.trainer.optim.hidden_matrices import HIDDEN, OPTIMIZERS, split_hidden_matrices
 from trainer_lib.trainer.optim.optimizer_packages import PATHS
 from trainer_lib.trainer.optim.optimizers import build_optimizer

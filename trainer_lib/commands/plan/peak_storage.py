@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 
 
 class PeakStorage(TorchDispatchMode):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig, scheduled
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig, scheduled
 
 
 def activations_in_flight(

@@ -114,8 +114,8 @@ def _of_script(args: argparse.Namespace, rest: list[str], sizes: dict[str, Any])
 
 def _with_options(config: "ParallelismConfig", args: argparse.Namespace) -> "ParallelismConfig":
     """Return the mesh with the schedule and the exchange of keys that options give."""
-    from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
-    from trainer_lib.options.sequence_options import TorchContextParallelConfig
+    from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
+    from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig
 
     if args.schedule is not None or args.stages_per_rank is not None:
         options: dict[str, Any] = {"blocks": config.pp_handler.blocks if config.pp_handler else None}
@@ -129,7 +129,7 @@ def _with_options(config: "ParallelismConfig", args: argparse.Namespace) -> "Par
 
 
 def _offloading(plugin: Any, config: "ParallelismConfig") -> Any:
-    from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+    from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 
     if plugin is None and not config.dp_shard_enabled:
         raise ConfigurationError(
@@ -142,7 +142,7 @@ def _accumulating(job: "TrainingJob", config: "ParallelismConfig") -> "TrainingJ
     """Return the job with the micro-batches that its global batch size means."""
     if job.args.global_batch_size is None:
         return job
-    from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
+    from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import accumulation_steps
 
     steps = accumulation_steps(job.args, config.data_parallel_size)
     args = dataclasses.replace(job.args, gradient_accumulation_steps=steps, global_batch_size=None)

@@ -4,7 +4,7 @@ import argparse
 
 from trainer_lib.commands.subcommands import add_option, count, make_parser, option_type
 from trainer_lib.foundation.byte_sizes import convert_file_size_to_int
-from trainer_lib.options.pipeline_options import LOOPED, SINGLE
+from trainer_lib.options.parallel.pipeline_options import LOOPED, SINGLE
 
 SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
 _SIZES_HELP = {

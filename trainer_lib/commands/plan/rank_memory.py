@@ -10,7 +10,7 @@ from trainer_lib.commands.plan.optimizer_states import optimizer_bytes
 from trainer_lib.commands.plan.training_job import TrainingJob
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.strategies.fsdp.wrap_policy import ignored_modules, modules_to_wrap
 

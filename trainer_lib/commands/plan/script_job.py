@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_lib.commands.plan.training_job import MakeOptimizer, TrainingJob, loss_or_outputs, with_length
-from trainer_lib.foundation.batch_fields import split
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError, UnsupportedError
+from trainer_lib.foundation.tensors.batch_fields import split
 from trainer_lib.modules.init_on_device import init_empty_weights
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments.import_path import parameters_of
 from trainer_lib.trainer.checks import before_fit

@@ -13,8 +13,8 @@ from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.modules.training_memory import local_part
 from trainer_lib.options.enums import DistributedType
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.pipeline_options import scheduled
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.pipeline_options import scheduled
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies.registry import choose_strategy

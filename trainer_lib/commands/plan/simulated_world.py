@@ -12,7 +12,7 @@ from torch import nn
 from trainer_lib.commands.plan.fused_attention import fused_attention
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import map_tensors
+from trainer_lib.foundation.tensors.pytree import map_tensors
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.strategies.fsdp import materialize
 

@@ -9,7 +9,7 @@ from trainer_lib.commands.plan.simulated_rank import Simulation
 from trainer_lib.commands.plan.training_job import TrainingJob
 from trainer_lib.foundation.byte_sizes import convert_bytes
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_lib.foundation.batch_fields import as_mapping, label_names_in, replaced
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.foundation.tensors.batch_fields import as_mapping, label_names_in, replaced
 from trainer_lib.modules.example_inputs import example_batch
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name

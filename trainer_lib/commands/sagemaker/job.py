@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
-from trainer_lib.launchers.config_file import SageMakerConfig
+from trainer_lib.launchers.settings.config_file import SageMakerConfig
 
 CODE = "/opt/ml/input/data/code"  # where SageMaker puts the files of the channel `code`
 

@@ -13,9 +13,9 @@ from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.commands.launch.option_words import words_of
 from trainer_lib.commands.sagemaker.account import Account
 from trainer_lib.commands.sagemaker.job import CODE, training_job
-from trainer_lib.commands.sagemaker.progress import follow
+from trainer_lib.commands.sagemaker.job_progress import follow
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_file import SageMakerConfig
+from trainer_lib.launchers.settings.config_file import SageMakerConfig
 from trainer_lib.options.enums import SageMakerDistributedType
 
 _LONGEST_NAME = 63

@@ -11,8 +11,8 @@ from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.commands.launch.option_words import NOT_OF_THE_JOB, PLACES, word_of, words_of
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.launchers.launch_options import SETTINGS
-from trainer_lib.launchers.setting import Setting
+from trainer_lib.launchers.settings.launch_options import SETTINGS
+from trainer_lib.launchers.settings.setting import Setting
 
 
 @frozen_dataclass

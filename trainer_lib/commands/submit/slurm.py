@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer_lib.commands.submit.job_launch import JobLaunch, describe, read_launch
 from trainer_lib.commands.submit.sweep import TASK, check_places, grid
 from trainer_lib.foundation.errors import ConfigurationError, TrainerLibError
-from trainer_lib.launchers.setting import COUNT, COUNT_OR_ZERO, FILLED, SWITCH, Kind, Setting
+from trainer_lib.launchers.settings.setting import COUNT, COUNT_OR_ZERO, FILLED, SWITCH, Kind, Setting
 
 
 def _option(name: str, kind: Kind, text: str, default: object = None) -> Setting:

@@ -12,8 +12,8 @@ from trainer_lib.commands.train.data_table import Table
 from trainer_lib.commands.train.labels import Classes, check_several, labels_in
 from trainer_lib.commands.train.prepared_task import PreparedTask
 from trainer_lib.commands.train.train_arguments import TrainArguments
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 
 Samples = list[dict[str, Any]]
 LossFunction = Callable[[Any, Any], Any]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from trainer_lib.data_loader.bad_samples.guarded_dataset import BadSample, FilteredBatch, MarkedBatch, SkippedKey
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.foundation.errors import BadSampleError
-from trainer_lib.foundation.pytree import ignorant_find_batch_size
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
 

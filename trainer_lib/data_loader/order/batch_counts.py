@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
-from trainer_lib.foundation.pytree import ignorant_find_batch_size
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
 

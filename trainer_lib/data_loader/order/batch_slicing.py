@@ -6,7 +6,7 @@ from typing import Any
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import ignorant_find_batch_size, slice_tensors
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size, slice_tensors
 from trainer_lib.state.gradient_state import Rows
 
 

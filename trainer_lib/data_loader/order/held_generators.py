@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer_lib.data_loader.order.data_rng import generator_types, is_global
 from trainer_lib.data_loader.order.epoch_start import is_state_of, made_from, set_state, state_of
-from trainer_lib.foundation.signatures import names_in
+from trainer_lib.foundation.public_names.signatures import names_in
 
 _MOST_OBJECTS = 4096
 _LONGEST = 256  # longer containers hold data, not transforms

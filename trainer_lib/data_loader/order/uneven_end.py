@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending
-from trainer_lib.foundation.pytree import ignorant_find_batch_size
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.gradient_state import Rows
 

@@ -12,7 +12,7 @@ from trainer_lib.data_loader.order.epoch_start import EpochStream
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing, deal
 from trainer_lib.data_loader.readers.fingerprint import digest
 from trainer_lib.data_loader.readers.sample_stream import Bookmark, SampleStream, is_split_already
-from trainer_lib.foundation.pytree import ignorant_find_batch_size
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
 _OPENING = 2  # samples that ranks compare

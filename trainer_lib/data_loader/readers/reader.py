@@ -29,7 +29,7 @@ from trainer_lib.data_loader.order.samples_per_rank import Ending, Sharing
 from trainer_lib.data_loader.order.worker_seeds import WorkerSeeds, draw_unread, draw_worker_seed
 from trainer_lib.data_loader.worker_process import WorkerInit, make_ready
 from trainer_lib.foundation.errors import StateError, UnsupportedError
-from trainer_lib.foundation.pytree import ignorant_find_batch_size
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size
 from trainer_lib.state.gradient_state import Rows
 
 if TYPE_CHECKING:

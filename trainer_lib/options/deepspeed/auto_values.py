@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig, values_of
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO, HfDeepSpeedConfig, values_of
 
 _REDUCE_BUCKET = "zero_optimization.reduce_bucket_size"
 _PREFETCH_BUCKET = "zero_optimization.stage3_prefetch_bucket_size"

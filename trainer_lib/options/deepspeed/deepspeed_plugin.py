@@ -11,8 +11,8 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError, unknown
 from trainer_lib.options.base import Options, check_choice, check_count, check_flag, check_positive
 from trainer_lib.options.deepspeed.auto_values import conflicts, fill_auto_values, refuse_conflicts
-from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig
-from trainer_lib.options.deepspeed.launcher_values import fill_from_launcher
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO, HfDeepSpeedConfig
+from trainer_lib.options.deepspeed.deepspeed_launcher_values import fill_from_launcher
 from trainer_lib.options.deepspeed.zero3_init import built_models, construction_config
 
 KEYS = {

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from trainer_lib.foundation.imports import is_transformers_available
-from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig, values_of
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO, HfDeepSpeedConfig, values_of
 
 _TRANSFORMERS = "transformers.integrations.deepspeed"
 

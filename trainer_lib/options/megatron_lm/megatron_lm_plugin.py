@@ -9,12 +9,12 @@ from typing import Any
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.base import Options, check_choice, check_count, check_flag, is_at_least_zero
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.megatron_lm.fields import MEMORY, REFUSED
-from trainer_lib.options.megatron_lm.launcher_values import fill_from_launcher
+from trainer_lib.options.megatron_lm.megatron_lm_launcher_values import fill_from_launcher
 from trainer_lib.options.megatron_lm.schedule_steps import ScheduleSteps, check_schedule, schedule_steps
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 
 _COUNTS = ("tp_degree", "pp_degree", "context_parallel_size", "expert_model_parallel_size", "num_micro_batches")
 _FLAGS = (

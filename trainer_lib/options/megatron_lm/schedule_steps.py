@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.options.base import check_at_least_zero, check_choice, check_count, is_at_least_zero
-from trainer_lib.options.megatron_lm.placeholders import DECAYS, INCREASES
+from trainer_lib.options.megatron_lm.dummy_data_loader import DECAYS, INCREASES
 
 _PAIRS = (
     ("train_iters", "train_samples"),

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.options.enums import DDPCommunicationHookType as Kind
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 
 # Averages a bucket of gradients over the ranks.
 CommHook = Callable[[dist.GradBucket], Future[Tensor]]

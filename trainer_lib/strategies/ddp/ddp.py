@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainer_lib.foundation.compiler_import import compiler_defaults
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.base import JoinOutcome, Leftovers, Strategy
 from trainer_lib.strategies.clip_grad_norm import weight_dtype

@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.logging import get_logger
-from trainer_lib.options.deepspeed.config_file import AUTO, HfDeepSpeedConfig
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO, HfDeepSpeedConfig
 
 _logger = get_logger(__name__)
 

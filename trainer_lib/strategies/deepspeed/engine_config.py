@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.options.deepspeed.auto_values import fill_auto_values, training_values
-from trainer_lib.options.deepspeed.config_file import HfDeepSpeedConfig
+from trainer_lib.options.deepspeed.deepspeed_config_file import HfDeepSpeedConfig
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 
 # The accumulation window, clipping, precision, optimizer and schedule are the Accelerator's.

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.state import check_fits
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.state_dicts import check_fits
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.deepspeed.zero_shards import ZeroShards
 from trainer_lib.strategies.optimizer_state_names import match_groups, parameter_names

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import UnsupportedError
-from trainer_lib.foundation.local_shards import local_shard
+from trainer_lib.foundation.tensors.local_shards import local_shard
 
 
 class Float8Gather:

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer_lib.foundation.device_types import can_pin_memory
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
-from trainer_lib.options.fsdp1_translation import WholeState
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp1_translation import WholeState
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.averages_in_flight import AveragesInFlight

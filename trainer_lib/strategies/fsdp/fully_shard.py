@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import PreparationError
 from trainer_lib.modules.activation_checkpointing import checkpoint_activations
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.tied_parameters import first_names
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.tied_parameters import first_names
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.float8_gather import Float8Gather

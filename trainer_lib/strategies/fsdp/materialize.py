@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import PreparationError
-from trainer_lib.foundation.local_shards import with_part
-from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
-from trainer_lib.modules.tied_parameters import find_tied_parameters, retie_parameters
+from trainer_lib.foundation.tensors.local_shards import with_part
+from trainer_lib.modules.weights.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_parameters
 from trainer_lib.process_group import ProcessGroup
 
 

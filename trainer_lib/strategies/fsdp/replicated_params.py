@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import local_values
 from trainer_lib.strategies.ddp.param_averaging import average

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.collectives.agreement import run_on_main_process
-from trainer_lib.foundation.local_shards import local_shard, with_part
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.state import check_fits, module_state
-from trainer_lib.options.fsdp1_translation import WholeState
+from trainer_lib.foundation.tensors.local_shards import local_shard, with_part
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.state_dicts import check_fits, module_state
+from trainer_lib.options.parallel.fsdp1_translation import WholeState
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.optimizer_state_names import load_named_state, named_state, parameter_names

@@ -9,7 +9,7 @@ from torch import nn
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.modules.blocks import repeated_blocks
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 
 # FSDP gathers weights in a module's forward, and these modules have none.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -11,9 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.modules.block_split import find_blocks
-from trainer_lib.options.fsdp1_translation import WholeState
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.pipeline_options import (
+from trainer_lib.options.parallel.fsdp1_translation import WholeState
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.pipeline_options import (
     SPLIT_BACKWARD,
     TorchPipelineParallelConfig,
     ranks_of_stages,

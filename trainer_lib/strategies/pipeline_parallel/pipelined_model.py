@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import PreparationError
-from trainer_lib.foundation.pytree import tensors
+from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.strategies.pipeline_parallel.model_stages import Activations, ModelStages, StageEnd
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, TensorSpec, with_tensors
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.options.pipeline_options import scheduled
+from trainer_lib.options.parallel.pipeline_options import scheduled
 from trainer_lib.strategies.base import Surroundings, no_surroundings
 from trainer_lib.strategies.pipeline_parallel.model_stages import Activations
 from trainer_lib.strategies.pipeline_parallel.pipelined_model import PipelinedModel, Specs, StagePass, drawn_seed

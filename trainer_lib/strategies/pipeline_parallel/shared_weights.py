@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.local_shards import laid_out
+from trainer_lib.foundation.tensors.local_shards import laid_out
 from trainer_lib.strategies.clip_grad_norm import local_values
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, TensorSpec
 

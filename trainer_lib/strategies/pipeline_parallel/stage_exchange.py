@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_lib.foundation.pytree import map_leaves, map_tensors, tensors
+from trainer_lib.foundation.tensors.pytree import map_leaves, map_tensors, tensors
 from trainer_lib.strategies.pipeline_parallel.model_stages import Activations
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.modules.block_split import find_blocks, split_evenly, surroundings
-from trainer_lib.modules.names import class_name
+from trainer_lib.modules.weights.names import class_name
 from trainer_lib.strategies.pipeline_parallel.model_stages import Activations, ModelStages, StageEnd
 
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.state import check_fits
-from trainer_lib.modules.tied_parameters import first_names
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.state_dicts import check_fits
+from trainer_lib.modules.weights.tied_parameters import first_names
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.sharded_state import module_state_with_variables

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, TrainerLibError, UnsupportedError
 from trainer_lib.modules.block_split import even_bounds, find_blocks, outermost_blocks
 from trainer_lib.modules.forwards import replace_forward, unwrap_forward
-from trainer_lib.modules.names import class_name
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.modules.weights.names import class_name
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.strategies.pipeline_parallel.model_stages import ModelStages, StageEnd
 from trainer_lib.strategies.pipeline_parallel.traced_graph import StageGraph, TracedGraph
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.foundation.tensors.pytree import map_leaves
 from trainer_lib.strategies.pipeline_parallel.stage_exchange import StageExchange, with_tensors
 
 

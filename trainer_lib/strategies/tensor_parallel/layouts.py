@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.local_shards import laid_out
-from trainer_lib.foundation.pytree import map_tensors
+from trainer_lib.foundation.tensors.local_shards import laid_out
+from trainer_lib.foundation.tensors.pytree import map_tensors
 from trainer_lib.strategies.tensor_parallel.styles import HEADS, LOGITS, PARTIAL, SEQUENCE, SPLIT, WHOLE, Style
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from trainer_lib.modules.tensor_slots import parameter_slots
+from trainer_lib.modules.weights.tensor_slots import parameter_slots
 from trainer_lib.strategies.tensor_parallel import experts
 from trainer_lib.strategies.tensor_parallel.layouts import (
     convert_input,

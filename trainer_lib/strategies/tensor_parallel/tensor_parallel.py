@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.align_generators import align_generators
@@ -19,7 +19,7 @@ from trainer_lib.strategies.fsdp.fully_shard import Splitting
 from trainer_lib.strategies.tensor_parallel import adapters, layouts, split_layers, styles
 from trainer_lib.strategies.tensor_parallel.async_messages import AsyncMessages
 from trainer_lib.strategies.tensor_parallel.attention_heads import attributes_to_divide
-from trainer_lib.strategies.tensor_parallel.plan import has_own_plan, resolve
+from trainer_lib.strategies.tensor_parallel.tensor_parallel_plan import has_own_plan, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError
 from trainer_lib.foundation.light_dataclasses import LightDataclass
-from trainer_lib.foundation.signatures import ConstructorSignature
+from trainer_lib.foundation.public_names.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.options.base import check_choice
 from trainer_lib.trainer.arguments.declaration import check_values

@@ -15,8 +15,8 @@ from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.processes.exit_codes import STOP_SIGNALS
 from trainer_lib.trainer.arguments import value_checks as checks
 from trainer_lib.trainer.arguments.base import ArgumentsBase

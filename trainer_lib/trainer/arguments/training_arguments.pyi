@@ -9,8 +9,8 @@ import trainer_lib
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.duration import Every
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.arguments.base import ArgumentsBase
 
 Interval = int | str | timedelta | Every

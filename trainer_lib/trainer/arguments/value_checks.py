@@ -23,7 +23,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.base import check_flag
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.recompute_policy import check_policy
 from trainer_lib.processes.exit_codes import REQUESTS
 from trainer_lib.trainer.arguments.type_hints import choices, has_fields, members

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.tensor_digests import digests
-from trainer_lib.modules.tensor_slots import buffer_slots, non_persistent_buffers
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.tensor_digests import digests
+from trainer_lib.modules.weights.tensor_slots import buffer_slots, non_persistent_buffers
 
 
 class ChangedBuffers:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, StateError, UnsupportedError, UnwritableError
-from trainer_lib.foundation.tensor_operations import as_bytes
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.modules.quantized_layers import weight_of
-from trainer_lib.modules.state import load_module_state, module_state
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.state_dicts import load_module_state, module_state
 
 if TYPE_CHECKING:
     from trainer_lib.accelerator import Accelerator

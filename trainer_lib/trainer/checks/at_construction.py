@@ -9,7 +9,12 @@ from torch.optim import Optimizer
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
-from trainer_lib.foundation.signatures import cannot_take, function_name, parameter_names, takes_targets_first
+from trainer_lib.foundation.public_names.signatures import (
+    cannot_take,
+    function_name,
+    parameter_names,
+    takes_targets_first,
+)
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.arguments.unknown_names import check_assigned
 from trainer_lib.trainer.checks.foreign_calls import check_overrides

@@ -17,7 +17,7 @@ from trainer_lib.data_loader.order.epoch_order import iterates_as
 from trainer_lib.events.callback import overrides
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, did_you_mean
 from trainer_lib.foundation.lengths import length_of
-from trainer_lib.foundation.signatures import cannot_take, names_in
+from trainer_lib.foundation.public_names.signatures import cannot_take, names_in
 from trainer_lib.modules.device_placement import has_offloaded_params
 from trainer_lib.modules.quantized_layers import quantized_beside_trained
 from trainer_lib.trainer import defaults

@@ -12,7 +12,7 @@ from torch import nn
 from trainer_lib.filesystem.remote_paths import RemotePath
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import SignatureError, did_you_mean
-from trainer_lib.foundation.signatures import names_in
+from trainer_lib.foundation.public_names.signatures import names_in
 from trainer_lib.trainer.arguments.declaration import settings
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks.foreign_names import CONSTRUCTOR, MEMBERS, OVERRIDES, RENAMED

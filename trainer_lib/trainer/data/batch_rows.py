@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.data_loader.order.samples_per_rank import TAKING_PART
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import leaves, map_leaves, named_leaves, tensors
+from trainer_lib.foundation.tensors.pytree import leaves, map_leaves, named_leaves, tensors
 
 if TYPE_CHECKING:
     from trainer_lib.state.gradient_state import Rows

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from trainer_lib.data_loader.readers.row_batches import stack_samples
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import is_dataclass_value
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.tensors.pytree import is_dataclass_value
 from trainer_lib.trainer.data.datasets import RowSelection
 
 _LABELS = ("labels", "label", "label_ids")

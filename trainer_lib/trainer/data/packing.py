@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer_lib.data_loader.order.data_rng import RandomStream
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.lengths import length_of
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 from trainer_lib.options.base import check_count
 
 Indices = npt.NDArray[np.int64]

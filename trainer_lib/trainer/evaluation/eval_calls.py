@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from trainer_lib.filesystem.remote_paths import local_path
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.kept_state import attributes_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.changed_arguments import take_changes
 from trainer_lib.trainer.checks import before_fit

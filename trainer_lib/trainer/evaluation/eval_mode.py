@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.events import Run
-from trainer_lib.foundation.kept_state import attributes_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.trainer.optim import optimizer_modes
 
 _OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")

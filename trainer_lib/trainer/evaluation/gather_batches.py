@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.foundation.pytree import leaves, map_leaves, map_tensors
-from trainer_lib.foundation.tensor_operations import as_bytes
+from trainer_lib.foundation.tensors.pytree import leaves, map_leaves, map_tensors
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.state.partial_state import PartialState
 from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import LABEL_NAMES, as_mapping

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from trainer_lib.data_loader.order.permutation import Positions

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainer_lib.filesystem.atomic_files import path_inside, sync
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
-from trainer_lib.foundation.pytree import map_leaves
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.tensors.pytree import map_leaves
 from trainer_lib.trainer.data.batch_rows import count_output_rows
 from trainer_lib.trainer.evaluation.row_buffers import Structure, common_shape, fill, padded_type, places_of
 

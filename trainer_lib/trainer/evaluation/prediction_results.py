@@ -11,8 +11,8 @@ import torch
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.pytree import map_leaves
-from trainer_lib.foundation.signatures import parameter_names
+from trainer_lib.foundation.public_names.signatures import parameter_names
+from trainer_lib.foundation.tensors.pytree import map_leaves
 from trainer_lib.trainer.data.batch_rows import count_output_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import PredictionFiles, read_predictions

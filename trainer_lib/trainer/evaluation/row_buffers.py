@@ -7,9 +7,9 @@ import numpy as np
 from torch import Tensor
 
 from trainer_lib.collectives.ragged_gather import holds_rows
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import map_leaves, map_tensors, named_leaves
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.tensors.pytree import map_leaves, map_tensors, named_leaves
 from trainer_lib.trainer.data.batch_rows import as_array, holds_rows_of
 
 if TYPE_CHECKING:

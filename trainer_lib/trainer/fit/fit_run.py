@@ -11,7 +11,7 @@ from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments import value_checks
 from trainer_lib.trainer.checkpoints.find_resume_point import ResumePoint, find_resume_point
 from trainer_lib.trainer.checks import before_fit
-from trainer_lib.trainer.fit.build_accelerator import numerics
+from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import numerics
 from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.result import FitResult

@@ -11,14 +11,14 @@ from trainer_lib.callbacks.jsonl import JsonlLog
 from trainer_lib.events import Control, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.lengths import length_of
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 from trainer_lib.runs import RunFolder
 from trainer_lib.seeding import set_seed
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.checks import before_fit
-from trainer_lib.trainer.fit.build_accelerator import accumulation_steps
+from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import accumulation_steps
+from trainer_lib.trainer.fit.accelerator_setup.dispatched_models import refuse_offloaded_training
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.fit.dispatched_models import refuse_offloaded_training
 from trainer_lib.trainer.optim import optimizer_modes
 from trainer_lib.trainer.prepared_models import begin_training
 from trainer_lib.trainer.trainer_interface import TrainerInterface

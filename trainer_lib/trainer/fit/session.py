@@ -9,7 +9,7 @@ from torch import nn
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.tensor_slots import non_persistent_buffers
+from trainer_lib.modules.weights.tensor_slots import non_persistent_buffers
 from trainer_lib.runs import HISTORY_FILE, IDENTITY_FILE, RunFolder
 from trainer_lib.runs.run_lease import Lease
 from trainer_lib.seeding import set_seed

@@ -17,10 +17,10 @@ from trainer_lib.trainer.data.compiled_batches import CompiledBatches
 from trainer_lib.trainer.data.train_batches import TrainBatches
 from trainer_lib.trainer.fit.actions import Actions
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.fit.pipeline_window import PipelineWindow
 from trainer_lib.trainer.fit.saving import Saving
 from trainer_lib.trainer.fit.train_log import TrainLog
-from trainer_lib.trainer.fit.update_window import UpdateWindow
+from trainer_lib.trainer.fit.windows.pipeline_window import PipelineWindow
+from trainer_lib.trainer.fit.windows.update_window import UpdateWindow
 from trainer_lib.trainer.losses.batch_parts import BatchParts
 from trainer_lib.trainer.optim.schedules import moves_each_update
 from trainer_lib.trainer.safety.error_context import add_note

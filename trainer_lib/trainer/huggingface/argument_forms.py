@@ -9,8 +9,8 @@ from typing import Any
 
 from trainer_lib.foundation.duration import NEVER
 from trainer_lib.options.compile_options import TorchDynamoPlugin
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.trainer.optim.optimizer_packages import PATHS
 
 

@@ -9,7 +9,7 @@ from trainer_lib.callbacks.label_smoothing import LabelSmoothing
 from trainer_lib.callbacks.neftune import NEFTune
 from trainer_lib.events import Callback
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.signatures import parameter_names
+from trainer_lib.foundation.public_names.signatures import parameter_names
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.evaluation.prediction_results import EvaluationPrediction

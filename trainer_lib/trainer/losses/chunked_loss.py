@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, SHIFTED_LABELS
 from trainer_lib.foundation.errors import UnsupportedError
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, SHIFTED_LABELS
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.losses.label_shift import is_shifted_by_name
 from trainer_lib.trainer.losses.linear_cross_entropy import linear_cross_entropy

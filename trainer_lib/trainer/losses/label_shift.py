@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, targets_of, with_targets
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.modules.module_kinds import is_transformers_model
 from trainer_lib.modules.unwrapping import without_adapter

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 
 
 def linear_cross_entropy(

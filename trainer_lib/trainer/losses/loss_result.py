@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 
 Weight = float | Tensor
 _FEW = 256

@@ -9,8 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpointing.format.rng_state import preserved_generators
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, label_names_in, targets_of, with_targets
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import (
+    IGNORE_INDEX,
+    as_mapping,
+    label_names_in,
+    targets_of,
+    with_targets,
+)
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows

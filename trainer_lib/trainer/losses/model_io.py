@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from trainer_lib.foundation.batch_fields import (
+from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
+from trainer_lib.foundation.tensors.batch_fields import (
     IGNORE_INDEX,
     LABEL_NAMES,
     SHIFTED_LABELS,
@@ -19,7 +20,6 @@ from trainer_lib.foundation.batch_fields import (
     split,
     targets_of,
 )
-from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.modules.forwards import forward_signature
 from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.losses.loss_result import Weight, count_valid, on_host

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.losses.label_shift import is_from_transformers
 

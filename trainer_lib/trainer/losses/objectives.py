@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks  # pyright: ignore[reportPrivateUsage] - the only way to ask
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.pytree import find_device
-from trainer_lib.foundation.signatures import parameter_names
+from trainer_lib.foundation.public_names.signatures import parameter_names
+from trainer_lib.foundation.tensors.pytree import find_device
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.precision.base import FullPrecision

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, did_you_mean
-from trainer_lib.foundation.signatures import cannot_take, function_name
+from trainer_lib.foundation.public_names.signatures import cannot_take, function_name
 from trainer_lib.trainer.evaluation.outputs import Metric
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer_lib.collectives.agreement import HeldError
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException
-from trainer_lib.foundation.pytree import map_tensors, send_to_device
+from trainer_lib.foundation.tensors.pytree import map_tensors, send_to_device
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.batch_rows import as_array
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric

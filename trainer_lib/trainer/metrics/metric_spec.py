@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError
-from trainer_lib.foundation.signatures import cannot_take, function_name, takes_targets_first
+from trainer_lib.foundation.public_names.signatures import cannot_take, function_name, takes_targets_first
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
 from trainer_lib.trainer.metrics.metric_adapters import ModuleMetric, object_metric, torch_collection
 from trainer_lib.trainer.metrics.running_metrics import FunctionMetric, MeanMetric, named_metric

@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.modules.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup
 
 

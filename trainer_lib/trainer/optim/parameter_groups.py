@@ -12,9 +12,9 @@ from torch import nn
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, SignatureError, unknown
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.signatures import ConstructorSignature, unknown_keywords
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.patterns import no_match
+from trainer_lib.foundation.public_names.signatures import ConstructorSignature, unknown_keywords
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.patterns import no_match
 
 # Class names of norms in torch and in models: LlamaRMSNorm, T5LayerNorm, BatchNormAct2d …
 _NORM_NAMES = r"(?i)(layer|rms|batch|group|instance)_?norm|norm$"

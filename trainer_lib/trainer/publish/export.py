@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
-from trainer_lib.foundation.batch_fields import as_mapping, label_names_in, split
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError, UnsupportedError, unknown
 from trainer_lib.foundation.imports import require
-from trainer_lib.foundation.pytree import map_tensors, send_to_device, slice_tensors, tensors
+from trainer_lib.foundation.tensors.batch_fields import as_mapping, label_names_in, split
+from trainer_lib.foundation.tensors.pytree import map_tensors, send_to_device, slice_tensors, tensors
 from trainer_lib.modules.forwards import unwrap_forward
 from trainer_lib.trainer.defaults import prepare_models
 from trainer_lib.trainer.evaluation.eval_sets import named_sets

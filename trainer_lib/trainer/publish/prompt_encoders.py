@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer_lib.modules.module_kinds import is_peft_model
-from trainer_lib.modules.tensor_slots import module_slots, parameter_slots
+from trainer_lib.modules.weights.tensor_slots import module_slots, parameter_slots
 
 _ENCODERS = "prompt_encoder"  # PEFT's name for them in a model
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.pytree import leaves, named_leaves
+from trainer_lib.foundation.tensors.pytree import leaves, named_leaves
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 
 _SHOWN = 8

@@ -2,7 +2,7 @@
 
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.losses.loss_checks import no_gradients
-from trainer_lib.trainer.losses.unused_parameters import check_all_used
+from trainer_lib.trainer.losses.unused_parameters_error import check_all_used
 
 _PATIENCE = 10  # updates of a training_step of the user without any gradient, before that is an error
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.names import canonical_name
-from trainer_lib.modules.tensor_digests import digests
+from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.tensor_digests import digests
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.ddp.ddp import DDP

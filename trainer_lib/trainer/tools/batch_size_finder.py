@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.foundation.lengths import length_of
+from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.memory.release_memory import clear_device_cache
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer import defaults

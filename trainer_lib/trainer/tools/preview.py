@@ -13,9 +13,9 @@ from torch import Tensor
 from trainer_lib.collectives.ragged_gather import holds_rows
 from trainer_lib.events import Control, Modifier
 from trainer_lib.events.callback import EVENTS, overrides
-from trainer_lib.foundation.batch_fields import IGNORE_INDEX, as_mapping, targets_of
 from trainer_lib.foundation.imports import is_matplotlib_available
-from trainer_lib.foundation.pytree import named_leaves
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, as_mapping, targets_of
+from trainer_lib.foundation.tensors.pytree import named_leaves
 from trainer_lib.options.base import check_count
 from trainer_lib.trainer.data.batch_rows import count_rows
 from trainer_lib.trainer.fit.session import FitSession

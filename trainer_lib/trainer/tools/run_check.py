@@ -26,8 +26,8 @@ from trainer_lib.foundation.device_types import synchronize
 from trainer_lib.foundation.duration import NEVER, Every
 from trainer_lib.foundation.errors import NonFiniteError, TrainerLibError
 from trainer_lib.foundation.lengths import length_of
-from trainer_lib.foundation.pytree import leaves, tensors
-from trainer_lib.foundation.tensor_operations import as_bytes
+from trainer_lib.foundation.tensors.pytree import leaves, tensors
+from trainer_lib.foundation.tensors.tensor_operations import as_bytes
 from trainer_lib.memory.device_memory import get_max_memory
 from trainer_lib.memory.peak_memory import PeakMemory
 from trainer_lib.seeding import set_seed

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.context_parallel.block_attention import attend, attend_backward
-from trainer_lib.context_parallel.blocks import Blocks
-from trainer_lib.context_parallel.exchange import Exchange
+from trainer_lib.context_parallel.attention.block_attention import attend, attend_backward
+from trainer_lib.context_parallel.attention.block_masks import Blocks
+from trainer_lib.context_parallel.attention.exchange import Exchange
 
 
 def blockwise_attention(

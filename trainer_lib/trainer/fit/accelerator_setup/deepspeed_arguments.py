@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.deepspeed.auto_values import training_values
-from trainer_lib.options.deepspeed.config_file import AUTO, values_of
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO, values_of
 from trainer_lib.options.deepspeed.deepspeed_plugin import DeepSpeedPlugin
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 

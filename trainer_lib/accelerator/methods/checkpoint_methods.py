@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_lib.accelerator.collective_methods import CollectiveMethods
+from trainer_lib.accelerator.methods.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.prepared import Prepared
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import ConfigurationError

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer_lib.context_parallel.blocks import AttentionRule
+from trainer_lib.context_parallel.attention.block_masks import AttentionRule
 from trainer_lib.foundation.errors import ConfigurationError
 
 _attention = F.scaled_dot_product_attention  # while it is replaced, this is still torch's

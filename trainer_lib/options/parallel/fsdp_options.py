@@ -9,9 +9,9 @@ from torch import nn
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.options import fsdp1_translation
 from trainer_lib.options.base import Options, check_count, check_flag
-from trainer_lib.options.fsdp1_translation import Offload, Strategy, WholeState
+from trainer_lib.options.parallel import fsdp1_translation
+from trainer_lib.options.parallel.fsdp1_translation import Offload, Strategy, WholeState
 
 # The default of torch's size_based_auto_wrap_policy.
 _LARGE = 100_000_000

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.logging import get_logger
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.strategies.tensor_parallel import adapters, experts
 from trainer_lib.strategies.tensor_parallel.attention_heads import heads_of, is_divided_by_script
 from trainer_lib.strategies.tensor_parallel.styles import SPLIT, STYLES, features, is_matrix, style_of

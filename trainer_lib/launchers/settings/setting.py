@@ -7,7 +7,7 @@ from typing import Any
 from trainer_lib.foundation.environment import str_to_bool
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.missing_features import MissingFeature
+from trainer_lib.foundation.public_names.missing_features import MissingFeature
 from trainer_lib.options.precision_options import PRECISIONS, check_precision
 
 

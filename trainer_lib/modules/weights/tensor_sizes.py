@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.modules.quantized_layers import is_quantized, quantized_size
-from trainer_lib.modules.tensor_slots import non_persistent_buffers
+from trainer_lib.modules.weights.tensor_slots import non_persistent_buffers
 from trainer_lib.options.enums import CustomDtype
 
 _BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.accelerator.collective_methods import CollectiveMethods
+from trainer_lib.accelerator.methods.collective_methods import CollectiveMethods
 from trainer_lib.foundation.errors import ConfigurationError, unknown
 from trainer_lib.options.project_options import ProjectConfiguration
 from trainer_lib.tracking.base import GeneralTracker, SilentTracker

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
-from trainer_lib.foundation.pytree import is_dataclass_value
+from trainer_lib.foundation.tensors.pytree import is_dataclass_value
 
 _UNNAMED = frozenset({Tensor, list, tuple, PackedSequence})  # the last is a named tuple of torch's, and one value
 LABEL_NAMES = ("labels", "label", "targets", "target", "y")

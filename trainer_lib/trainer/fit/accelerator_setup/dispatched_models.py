@@ -6,8 +6,8 @@ from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.modules.device_placement import has_offloaded_params
-from trainer_lib.modules.names import canonical_name
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
+from trainer_lib.modules.weights.names import canonical_name
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
 

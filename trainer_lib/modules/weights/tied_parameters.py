@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from trainer_lib.foundation.tensor_operations import has_same_bits
-from trainer_lib.modules.tensor_slots import buffer_slots, parameter_slots
+from trainer_lib.foundation.tensors.tensor_operations import has_same_bits
+from trainer_lib.modules.weights.tensor_slots import buffer_slots, parameter_slots
 
 
 class TiedTensors:

@@ -19,12 +19,12 @@ from trainer_lib.foundation.environment import (
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.compile_options import TorchDynamoPlugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
-from trainer_lib.options.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.options.memory_options import MemoryKwargs
+from trainer_lib.options.parallel.fsdp_options import FullyShardedDataParallelPlugin
 from trainer_lib.parallelism_config import ParallelismConfig
 from trainer_lib.state import PartialState
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
-from trainer_lib.trainer.fit.dispatched_models import dispatch
+from trainer_lib.trainer.fit.accelerator_setup.dispatched_models import dispatch
 
 _ARGUMENTS = {
     "dynamo_plugin": "compile",
@@ -50,13 +50,13 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin() if args.fsdp is True else args.fsdp
     precision = args.mixed_precision
     if args.deepspeed is not None or deepspeed_requested():
-        from trainer_lib.trainer.fit.deepspeed_arguments import deepspeed_plugin
+        from trainer_lib.trainer.fit.accelerator_setup.deepspeed_arguments import deepspeed_plugin
 
         plugin = deepspeed_plugin(args, _ranks_with_own_data(args))
         options["deepspeed_plugins"] = plugin
         precision = plugin.agreed_precision(precision)
     if megatron_lm_requested():
-        from trainer_lib.trainer.fit.megatron_lm_arguments import megatron_lm_plugin
+        from trainer_lib.trainer.fit.accelerator_setup.megatron_lm_arguments import megatron_lm_plugin
 
         options["megatron_lm_plugin"] = megatron_lm_plugin(args)
     if args.parallelism is not None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from trainer_lib.accelerator.collective_methods import CollectiveMethods
+from trainer_lib.accelerator.methods.collective_methods import CollectiveMethods
 from trainer_lib.accelerator.prepared import Prepared, list_of
 from trainer_lib.context_parallel import SequenceSplit
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
@@ -96,7 +96,7 @@ class PrepareMethods(CollectiveMethods):
             device_placement: For each object, whether to move it to the device.
         """
         from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
-        from trainer_lib.options.megatron_lm.placeholders import MegatronLMDummyScheduler
+        from trainer_lib.options.megatron_lm.dummy_data_loader import MegatronLMDummyScheduler
 
         if device_placement is None:
             device_placement = [None] * len(args)
@@ -110,7 +110,7 @@ class PrepareMethods(CollectiveMethods):
         if megatron_lm is not None:
             from trainer_lib.accelerator.megatron_lm.loaders import with_datasets
 
-            args = with_datasets(self, megatron_lm, args)
+            args = with_datasets(args, megatron_lm, self.data_group.size, self.prepare_data_loader)
         self.prepared.check_new(map(self.prepared.user_object, args))
         # Schedules come last: each one follows a prepared optimizer.
         prepared = [self._prepare_object(value, place) for value, place in zip(args, device_placement, strict=True)]
@@ -126,7 +126,7 @@ class PrepareMethods(CollectiveMethods):
         optimizers = [value for value in prepared if isinstance(value, AcceleratedOptimizer)]
         self.prepared.check_models_of(optimizers, all_parameters=self.use_distributed)
         if megatron_lm is not None and megatron_lm.computes_windows:
-            from trainer_lib.accelerator.megatron_lm.engine import let_models_compute_windows
+            from trainer_lib.accelerator.megatron_lm.megatron_engine import let_models_compute_windows
 
             let_models_compute_windows(cast(Any, self), prepared)
         if self.state.deepspeed_plugin is not None and self.sequence_split.ranks is not None:
@@ -172,7 +172,7 @@ class PrepareMethods(CollectiveMethods):
 
             save_activation_memory(model, self.memory_options)
         if self.state.megatron_lm_plugin is not None and self.state.megatron_lm_plugin.spreads_experts:
-            from trainer_lib.strategies.tensor_parallel.plan import require_experts
+            from trainer_lib.strategies.tensor_parallel.tensor_parallel_plan import require_experts
 
             size = self.state.megatron_lm_plugin.expert_model_parallel_size or 1
             require_experts(model, size, f"expert_model_parallel_size={size}")

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
-from trainer_lib.foundation import pytree
-from trainer_lib.foundation.pytree import TensorInformation
+from trainer_lib.foundation.tensors import pytree
+from trainer_lib.foundation.tensors.pytree import TensorInformation
 
 
 class Point(NamedTuple):

@@ -96,7 +96,7 @@ def keywords_in_source(module: str, function: str) -> list[str] | None:
         The names; `None` if it takes any, or its source is not found.
 
     Example:
-        >>> keywords_in_source("trainer_lib.foundation.signatures", "keywords_in_source")
+        >>> keywords_in_source("trainer_lib.foundation.public_names.signatures", "keywords_in_source")
         ['module', 'function']
     """
     import ast

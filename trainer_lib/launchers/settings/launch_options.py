@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from trainer_lib.foundation.missing_features import (
+from trainer_lib.foundation.public_names.missing_features import (
     MEGATRON_LM,
     TPU_CASTS,
     TPU_FUNCTIONS,
     TPU_PODS,
     MissingFeature,
 )
-from trainer_lib.launchers.setting import (
+from trainer_lib.launchers.settings.setting import (
     COUNT,
     COUNT_OR_ZERO,
     FILLED,

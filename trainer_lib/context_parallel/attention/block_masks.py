@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer_lib.context_parallel.layout import SequenceLayout
+from trainer_lib.context_parallel.sequence_layout import SequenceLayout
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 _ALL = slice(None)

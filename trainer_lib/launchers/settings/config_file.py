@@ -12,7 +12,7 @@ import yaml
 from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_reader import is_sagemaker, read_values
+from trainer_lib.launchers.settings.config_reader import is_sagemaker, read_values
 from trainer_lib.options.accelerate_constants import (
     SAGEMAKER_PYTHON_VERSION,
     SAGEMAKER_PYTORCH_VERSION,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import StateError
-from trainer_lib.modules.names import canonical_name, class_name
-from trainer_lib.modules.tensor_slots import module_slots
+from trainer_lib.modules.weights.names import canonical_name, class_name
+from trainer_lib.modules.weights.tensor_slots import module_slots
 
 _SHOWN = 4  # names in a message
 
@@ -22,7 +22,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
         >>> list(module_state(torch.compile(module, backend="eager")))
         ['weight']
     """
-    from trainer_lib.modules.offloaded_state import get_state_dict_offloaded_model
+    from trainer_lib.modules.weights.offloaded_state import get_state_dict_offloaded_model
 
     state = get_state_dict_offloaded_model(inner_module(module))
     return {canonical_name(name): value for name, value in state.items()}
@@ -35,7 +35,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], strict: bool 
         StateError: If names (with `strict`) or shapes differ, or the values of offloaded weights, which cannot be
             replaced; the module is then unchanged.
     """
-    from trainer_lib.modules.offloaded_state import differing_offloaded_weights, offloaded_names
+    from trainer_lib.modules.weights.offloaded_state import differing_offloaded_weights, offloaded_names
 
     module = inner_module(module)
     shapes = {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}

@@ -6,7 +6,7 @@ from trainer_lib.foundation.errors import DistributedOperationException
 from trainer_lib.trainer.data.batch_rows import real_rows
 from trainer_lib.trainer.data.sample_counts import SampleCounts
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.fit.step_message import StepMessage
+from trainer_lib.trainer.fit.windows.step_message import StepMessage
 
 
 class UpdateWindow:

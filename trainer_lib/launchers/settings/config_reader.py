@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.launchers.launch_options import NOT_NEEDED, SETTINGS
-from trainer_lib.launchers.setting import (
+from trainer_lib.launchers.settings.launch_options import NOT_NEEDED, SETTINGS
+from trainer_lib.launchers.settings.setting import (
     COUNT,
     COUNT_OR_ZERO,
     FILLED,

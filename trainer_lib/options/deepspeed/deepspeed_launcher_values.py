@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.options.deepspeed.config_file import AUTO
+from trainer_lib.options.deepspeed.deepspeed_config_file import AUTO
 
 
 def _flag(text: str) -> bool:

@@ -1,0 +1,1 @@
+"""Tests of files: atomic writes, checksums, direct reads."""

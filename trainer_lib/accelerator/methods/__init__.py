@@ -1,0 +1,1 @@
+"""The `Accelerator`'s methods, one topic a file."""

@@ -1,0 +1,1 @@
+"""Nested structures of tensors, their operations, and the values of a batch."""
