@@ -43,6 +43,7 @@ from trainer_lib.callbacks.swa import SWA as SWA
 from trainer_lib.callbacks.system import SystemMonitor as SystemMonitor
 from trainer_lib.callbacks.throughput import Throughput as Throughput
 from trainer_lib.callbacks.timer import Timer as Timer
+from trainer_lib.callbacks.trackers import AimCallback as AimCallback
 from trainer_lib.callbacks.trackers import ClearMLCallback as ClearMLCallback
 from trainer_lib.callbacks.trackers import CometCallback as CometCallback
 from trainer_lib.callbacks.trackers import DVCLiveCallback as DVCLiveCallback

@@ -287,6 +287,12 @@ class SwanLabCallback(_Named):
     name = "swanlab"
 
 
+class AimCallback(_Named):
+    """Writes to Aim's repository: in the run's folder, or in `folder` for several runs. Arguments as for `TrackerCallback`."""
+
+    name = "aim"
+
+
 _CLASSES = {
     callback.name: callback
     for callback in (
@@ -298,6 +304,7 @@ _CLASSES = {
         ClearMLCallback,
         DVCLiveCallback,
         SwanLabCallback,
+        AimCallback,
     )
 }
 

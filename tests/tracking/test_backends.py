@@ -1,5 +1,6 @@
 """Tests that each tracker stores what was logged, read back by its own reader if it has one."""
 
+import importlib
 import json
 import math
 import os
@@ -319,6 +320,42 @@ def test_clearml_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     reported("clearml", tmp_path)
     written = b"".join(file.read_bytes() for file in (tmp_path / "clearml").rglob("*metrics*") if file.is_file())
     assert b"loss" in written
+
+
+@pytest.mark.slow
+def test_aim_continues_its_run(tmp_path: Path) -> None:
+    needs("aim", "aim")
+    (tmp_path / ".aim" / "locks").mkdir(parents=True)  # left by a program that was killed while it made the repository
+    reported("aim", tmp_path, name="first")
+    reported("aim", tmp_path, name="first", resume_step=2)  # goes back by a step
+    trackers = TrackerGroup("aim", "digits", tmp_path, patience=PATIENT)
+    (handle,) = trackers.trackers
+    pictures = {"one": torch.rand(3, 4, 4), "two": np.zeros((2, 4, 4, 3), np.uint8)}
+    handle.log_images(
+        pictures, step=3, kwargs={"aim_image": {"caption": "seen"}, "track": {"context": {"set": "test"}}}
+    )
+    trackers.log({"phase": "warm-up"}, step=3)
+    trackers.finish()
+    program = "from aim.cli.cli import cli_entry_point; cli_entry_point()"
+    # As `aim up` does while it shows runs.
+    arguments = ["storage", "--repo", str(tmp_path), "reindex", "--yes"]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, timeout=300)
+    runs = {run.name: run for run in importlib.import_module("aim").Repo(str(tmp_path)).iter_runs()}
+    assert set(runs) == {"first", "digits"}
+    assert {run.experiment for run in runs.values()} == {"digits"}
+    values = {metric.name: metric.dataframe() for metric in runs["first"].metrics()}
+    assert dict(zip(values["loss"]["step"], values["loss"]["value"], strict=True)) == {
+        step: 1.0 / step for step in range(1, 6)
+    }
+    assert values["eval/accuracy"]["value"].tolist() == [0.5] * 5
+    assert runs["first"]["hparams"]["model"] == {"layers": 2, "hub_token": "***"}
+    stored = runs["digits"].collect_sequence_info(("images", "texts"))
+    assert [text["values"]["first"].data for text in stored["texts"]] == ["warm-up"]
+    assert {image["name"]: (image["context"], image["values"]["first_step"]) for image in stored["images"]} == {
+        name: ({"set": "test"}, 3) for name in pictures
+    }
+    one = next(image["values"]["first"] for image in stored["images"] if image["name"] == "one")
+    assert (one.caption, one.width, one.height) == ("seen", 4, 4)
 
 
 @pytest.mark.parametrize(

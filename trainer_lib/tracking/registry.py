@@ -10,7 +10,6 @@ from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, unknown
 from trainer_lib.foundation.imports import pip_install
-from trainer_lib.foundation.public_names.missing_features import AIM, missing_class
 from trainer_lib.foundation.public_names.signatures import keywords_in_source
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.base import BuiltInTracker, GeneralTracker
@@ -30,12 +29,12 @@ _BUILT_IN = {
     "clearml": "trainer_lib.tracking.adapters.clearml:ClearMLTracker",
     "dvclive": "trainer_lib.tracking.adapters.dvclive:DVCLiveTracker",
     "swanlab": "trainer_lib.tracking.adapters.swanlab:SwanLabTracker",
+    "aim": "trainer_lib.tracking.adapters.aim:AimTracker",
     "jsonl": "trainer_lib.tracking.adapters.jsonl_file:JsonlTracker",
 }
 _OTHER_NAMES = {"comet": "comet_ml", "dvc": "dvclive"}
 # Trackers of other libraries that are not supported, with the reason.
 _REFUSED = {
-    "aim": "its package writes without an error, and its own reader finds nothing",
     "neptune": "its service ended on 5 March 2026 and deleted all runs, and nothing else reads what its package writes",
 }
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -291,7 +290,7 @@ class _TrackerClasses(MutableMapping[str, type[Any]]):
         name = str(getattr(name, "value", name))
         if name in _registered:
             return _registered[name]
-        return AimTracker if name == "aim" else _built_in(name)
+        return _built_in(name)
 
     def __setitem__(self, name: str, kind: type[Any]) -> None:
         _registered.pop(name, None)
@@ -302,11 +301,10 @@ class _TrackerClasses(MutableMapping[str, type[Any]]):
         del _registered[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*_registered, "aim", *_BUILT_IN]))
+        return iter(dict.fromkeys([*_registered, *_BUILT_IN]))
 
     def __len__(self) -> int:
-        return len({*_registered, "aim", *_BUILT_IN})
+        return len({*_registered, *_BUILT_IN})
 
 
-AimTracker: type[Any] = missing_class("AimTracker", AIM)
 LOGGER_TYPE_TO_CLASS: MutableMapping[str, type[Any]] = _TrackerClasses()

@@ -187,7 +187,6 @@ def test_trackers_have_aliases() -> None:
     ("value", "message"),
     [
         ("wandbb", "Unknown tracker 'wandbb'"),
-        ("aim", "The tracker aim is not supported"),
         ("neptune", "The tracker neptune is not supported: its service ended on 5 March 2026"),
         (["mlflow", "mlflow"], "report_to has the tracker 'mlflow' twice"),
         (["none", "mlflow"], 'or "none" alone'),

@@ -87,6 +87,3 @@ TPU_PODS = MissingFeature(
     "Run `trainer-lib launch --tpu` on each machine, with its --machine_rank; `trainer-lib tpu-config` runs commands "
     "on all of them.",
 )
-AIM = MissingFeature(
-    "a tracker for Aim", "Its package writes without an error, and its own reader finds nothing: use another tracker."
-)
