@@ -288,7 +288,7 @@ class SwanLabCallback(_Named):
 
 
 class AimCallback(_Named):
-    """Writes to Aim's repository: in the run's folder, or in `folder` for several runs. Arguments as for `TrackerCallback`."""
+    """Writes to Aim's repository, of this run or in a `folder` of several. Arguments as for `TrackerCallback`."""
 
     name = "aim"
 
