@@ -301,8 +301,9 @@ def test_swanlab_offline(tmp_path: Path) -> None:
     assert b"accuracy" in written
 
 
-def test_dvclive(tmp_path: Path) -> None:
+def test_dvclive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("dvclive", "dvclive")
+    monkeypatch.chdir(tmp_path)  # it makes a repository of DVC in one of git
     reported("dvclive", tmp_path, save_dvc_exp=False, dvcyaml=None)
     metrics = json.loads((tmp_path / "dvclive" / "metrics.json").read_text())
     assert (metrics["step"], metrics["loss"]) == (3, 1 / 3)

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer_lib.accelerator.checkpoints.derived_rng import DerivedGenerators
 from trainer_lib.accelerator.checkpoints.local_state import LocalState, averaged_state
+from trainer_lib.accelerator.checkpoints.rank_generators import DerivedGenerators, RankGenerators
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.checkpointing.format.layout import (
     CUSTOM_STATE_NAME,
@@ -20,8 +20,8 @@ from trainer_lib.checkpointing.format.layout import (
     numbered,
 )
 from trainer_lib.checkpointing.format.manifest import Manifest
-from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.checkpointing.format.state_parts import Part, State, Weights
+from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.foundation.tensors.pytree import send_to_device
 from trainer_lib.logging import get_logger
 from trainer_lib.strategies.optimizer_state_names import load_named_gradients, named_gradients, named_parameters
@@ -29,7 +29,13 @@ from trainer_lib.strategies.optimizer_state_names import load_named_gradients, n
 _logger = get_logger(__name__)
 
 
-def collect(engine: Engine, leads: bool, strict: bool = True, saved_by: Manifest | None = None) -> list[Part]:
+def collect(
+    engine: Engine,
+    leads: bool,
+    holders: Mapping[str, Any],
+    strict: bool = True,
+    saved_by: Manifest | None = None,
+) -> list[Part]:
     """Return the parts, in the order in which they are saved and loaded.
 
     The generators come last, since saving or loading another part may draw random numbers.
@@ -37,6 +43,7 @@ def collect(engine: Engine, leads: bool, strict: bool = True, saved_by: Manifest
     Args:
         engine: The engine whose state is saved or loaded.
         leads: Whether this rank writes what all ranks have.
+        holders: Objects whose random generators belong to the state, besides models and loaders.
         strict: Whether the names of weights must equal those of the model.
         saved_by: The manifest of the checkpoint to load; `None` for a save.
     """
@@ -51,9 +58,10 @@ def collect(engine: Engine, leads: bool, strict: bool = True, saved_by: Manifest
     if engine.precision.scaler is not None:
         parts.append(State(kind=SCALER_NAME, stateful=engine.precision, writes=leads))
     parts += [*_loaders(engine, file_number), *_custom_objects(engine, leads), _window(engine, world)]
-    generators = Generators(engine.device)
+    held = HeldGenerators({"models": engine.bare_models(), **holders})
+    generators = RankGenerators(engine.device, held)
     if is_new and saved_by is not None:
-        generators = DerivedGenerators(engine.device, rank, saved_by.backwards)
+        generators = DerivedGenerators(engine.device, held, rank, saved_by.backwards)
     return [*parts, State(kind=RNG_STATE_NAME, stateful=generators, file_name=f"{RNG_STATE_NAME}_{file_number}")]
 
 

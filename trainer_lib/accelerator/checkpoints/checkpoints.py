@@ -35,6 +35,7 @@ class Checkpoints:
     Attributes:
         background: The thread that writes checkpoints.
         infinite_buffers: Buffers that may hold infinities, such as masks: they do not mark a checkpoint as non-finite.
+        holders: Returns objects by name, besides models and loaders, whose random generators belong to the state.
     """
 
     engine: Engine
@@ -44,6 +45,7 @@ class Checkpoints:
         self.engine, self.project = engine, project
         self.background: BackgroundSaves = BackgroundSaves()
         self.infinite_buffers: frozenset[str] = frozenset()
+        self.holders: Callable[[], Mapping[str, Any]] = dict
         self.save_hooks: dict[int, SaveHook] = OrderedDict()
         self.load_hooks: dict[int, LoadHook] = OrderedDict()
         self.facts: dict[int, Facts] = OrderedDict()

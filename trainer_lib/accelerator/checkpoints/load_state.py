@@ -57,7 +57,7 @@ def load(
     if saved_pickles(folder):
         options = replace(options, safe_serialization=False)
     try:
-        parts = accelerator_parts.collect(engine, checkpoints.leads, options.strict, manifest)
+        parts = accelerator_parts.collect(engine, checkpoints.leads, checkpoints.holders(), options.strict, manifest)
         with raise_on_all_ranks(group, "load_state", CheckpointError):
             check_counts(manifest.parts, third_party_state.required_parts(parts, manifest), str(folder))
             check_kinds(manifest.kinds, kinds_of(parts), str(folder))

@@ -80,7 +80,7 @@ def save(
     operation = "save_state(background=True)" if background else "save_state"
     target = checkpoints.leaders_choice(lambda: _target(checkpoints, output_dir), operation, group)
     save_layout = layout_of(layout, checkpoints, target, options, background, save_model_kwargs)
-    parts = accelerator_parts.collect(engine, checkpoints.leads)
+    parts = accelerator_parts.collect(engine, checkpoints.leads, checkpoints.holders())
     clear_up = partial(_clear_up, checkpoints.leads, target.parent, checkpoints.project.total_limit)
     with ExitStack() as stack:
         saving = stack.enter_context(writer_for(target, group, checkpoints.leader))

@@ -1,7 +1,8 @@
 """Evaluation mode: afterwards modules, optimizers, random generators and the run's batch are as they were before."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +22,31 @@ def eval_mode(run: Run, models: Sequence[nn.Module], device: torch.device) -> Ge
     Args:
         run: The run, whose optimizers may have modes too (schedule-free ones).
         models: The models.
-        device: The device whose random generator is restored.
+        device: The device whose random generator is restored, besides those that models, losses and callbacks hold.
     """
+    from trainer_lib.trainer.checkpoints.generator_holders import generator_holders
+
     with (
         attributes_kept([run], _OF_A_BATCH),
-        preserved_generators(device),
+        generators_kept(device, {"models": models, **generator_holders(run.trainer)}),
         optimizer_modes.evaluating(run.optimizers.values()),
         evaluating(models),
         torch.no_grad(),
     ):
+        yield
+
+
+@contextmanager
+def generators_kept(device: torch.device, holders: Mapping[str, Any]) -> Generator[None]:
+    """Restore random generators after the block: the global ones, and those that objects hold.
+
+    Args:
+        device: The device of this rank.
+        holders: The objects by name.
+    """
+    from trainer_lib.data_loader.order.held_generators import HeldGenerators
+
+    with preserved_generators(device), HeldGenerators(holders).kept():
         yield
 
 

@@ -1,5 +1,6 @@
 """One call of `fit`: makes its parts, hands them to the loop, and begins the run."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -118,6 +119,7 @@ class FitSession:
         adapters = PeftCheckpoints(accelerator)
         accelerator.register_for_checkpointing(self.part)
         accelerator.checkpoints.infinite_buffers = infinite_buffers(self.context)
+        accelerator.checkpoints.holders = self._generator_holders
         for handle in (
             accelerator.register_save_state_pre_hook(self._write_companions),
             accelerator.register_save_state_pre_hook(adapters.exclude_base_weights),
@@ -130,6 +132,11 @@ class FitSession:
             self._watching.callback(setattr, self.run, "averaged_weights", self.run.averaged_weights)
             self.rounds.__enter__()
             self.run.averaged_weights = self.rounds.averaged
+
+    def _generator_holders(self) -> Mapping[str, Any]:
+        from trainer_lib.trainer.checkpoints.generator_holders import generator_holders  # for saves and loads
+
+        return generator_holders(self._trainer)
 
     def begin(self, checkpoint: AnyPath | None, *, is_unfinished: bool = False) -> None:
         """Resume from a checkpoint, if there is one, and be ready for the first step.

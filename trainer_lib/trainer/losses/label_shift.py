@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.modules.module_kinds import is_transformers_model
 from trainer_lib.modules.unwrapping import without_adapter
-from trainer_lib.trainer.evaluation.eval_mode import evaluating
+from trainer_lib.trainer.evaluation.eval_mode import evaluating, generators_kept
 from trainer_lib.trainer.losses.model_io import call_model, loss_of
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
@@ -104,7 +103,8 @@ def probing(bare: nn.Module) -> Generator[None]:
     """Return a context in which a model computes a loss without side effects."""
     # Compiled code for these shapes would not be used again.
     eager = torch.compiler.set_stance("force_eager")
-    with preserved_generators(device_of(bare)), torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
+    drawn = generators_kept(device_of(bare), {"model": bare})
+    with drawn, torch.no_grad(), buffers_kept([bare]), evaluating([bare]), eager:
         yield
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.tensors.batch_fields import (
     IGNORE_INDEX,
@@ -143,10 +142,11 @@ class MeanCheck:
                 # A LossResult has its own weight, so there is nothing to check.
                 return math.nan if isinstance(loss, LossResult) else loss
 
+            from trainer_lib.trainer.evaluation.eval_mode import generators_kept
             from trainer_lib.trainer.losses.label_shift import device_of, probing
 
             as_module = probing(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
-            with preserved_generators(device_of(self._bare)), torch.no_grad(), as_module:
+            with generators_kept(device_of(self._bare), {"loss_fn": loss_fn}), torch.no_grad(), as_module:
                 is_mean = self._measure(loss_of, lambda part: self._count(part[0]), whole, False, _SAMPLES)
             self._batches += 1
             self.is_done = self._batches == _BATCHES  # whatever it finds: ranks call a loss that gathers equally often

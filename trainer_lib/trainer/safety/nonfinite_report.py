@@ -7,10 +7,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpointing.format.rng_state import preserved_generators
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import LoneProcess, ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import local_values
+from trainer_lib.trainer.evaluation.eval_mode import generators_kept
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
@@ -117,7 +117,7 @@ class NonFiniteReport:
             optimizer.optimizer.zero_grad()
         try:
             with ExitStack() as stack:
-                stack.enter_context(preserved_generators(accelerator.device))
+                stack.enter_context(generators_kept(accelerator.device, {"models": models}))
                 stack.enter_context(buffers_kept(models))
                 for model in models:
                     stack.enter_context(accelerator.no_sync(model))
