@@ -1,22 +1,29 @@
 """Logs and evaluations of a run as a CSV table."""
 
 import csv
-from collections.abc import Mapping
+import io
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import log_file, replace_file
+from trainer_lib.filesystem.atomic_files import append_text, log_file, replace_file
+from trainer_lib.logging import get_logger
 
 _PROGRESS = ("step", "epoch", "samples", "seconds")
+_WAITING = 10_000  # rows
+
+_logger = get_logger(__name__)
 
 
 class CsvLog(Callback):
     """Writes a row to a CSV file for each log and evaluation, on rank 0.
 
     The columns are step, epoch, samples, seconds of training, and the names of the values. A value that appears later
-    adds a column, which is empty in earlier rows. Each row is written immediately. A resumed run removes the rows after
-    the step it resumes from. A new run renames an existing file to `<name>.old`.
+    adds a column, which is empty in earlier rows. Each row is written immediately; rows that the disk does not take
+    are written with the next one that it takes. A resumed run removes the rows after the step it resumes from. A new
+    run renames an existing file to `<name>.old`.
 
     Args:
         path: The file.
@@ -36,6 +43,8 @@ class CsvLog(Callback):
     def __init__(self, path: str | Path) -> None:
         self.path: Path = log_file(path, "CsvLog")
         self._columns = list[str]()
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
+        self._is_failing = False
 
     def on_fit_begin(self, run: Run) -> None:
         if not run.is_main_process:
@@ -69,17 +78,34 @@ class CsvLog(Callback):
             "samples": state.samples,
             "seconds": round(state.seconds, 3),
         }
-        row = {**progress, **{name: value for name, value in values.items() if name not in progress}}
-        if new := [name for name in row if name not in self._columns]:
-            self._columns += new
-            self._write(self._rows())
-        elif not self.path.exists():
-            self._write([])
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            self._writer(file).writerow(row)
+        self._waiting.append({**progress, **{name: value for name, value in values.items() if name not in progress}})
+        try:
+            self._add_waiting()
+        except OSError as error:
+            if not self._is_failing:
+                _logger.warning("%s cannot be written: %s. Its rows wait until it can.", self.path, error.strerror)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def _add_waiting(self) -> None:
+        columns = [*dict.fromkeys([*self._columns, *(name for row in self._waiting for name in row)])]
+        if columns != self._columns or not self.path.exists():
+            rows = self._rows()
+            columns = [*dict.fromkeys([*self._columns, *columns])]
+            self._write([*rows, *self._waiting], columns)
+            self._columns: list[str] = columns
+        else:
+            text = io.StringIO()
+            _writer(text, columns).writerows(self._waiting)
+            append_text(self.path, text.getvalue())
+        self._waiting.clear()
 
     def _keep_up_to(self, step: int) -> None:
-        self._write([row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step])
+        for row in [row for row in self._waiting if row["step"] > step]:
+            self._waiting.remove(row)
+        rows = [row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step]
+        self._write(rows, self._columns)
 
     def _rows(self) -> list[dict[str, str]]:
         """Return the complete rows of the file, and take over its columns."""
@@ -92,14 +118,15 @@ class CsvLog(Callback):
         self._columns = [*existing, *(name for name in self._columns if name not in existing)]
         return rows
 
-    def _write(self, rows: list[dict[str, str]]) -> None:
+    def _write(self, rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
         def write(path: Path) -> None:
             with path.open("w", encoding="utf-8", newline="") as file:
-                writer = self._writer(file)
+                writer = _writer(file, columns)
                 writer.writeheader()
                 writer.writerows(rows)
 
         replace_file(self.path, write)
 
-    def _writer(self, file: Any) -> "csv.DictWriter[str]":
-        return csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+
+def _writer(file: Any, columns: list[str]) -> "csv.DictWriter[str]":
+    return csv.DictWriter(file, columns, restval="", lineterminator="\n")

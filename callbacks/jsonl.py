@@ -5,13 +5,15 @@ import math
 import platform
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import log_file, replace_file
+from trainer_lib.filesystem.atomic_files import append_text, log_file, replace_file
+from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_environment import memory_in_use
 
 # A resumed run keeps these lines even after the step it resumes from.
@@ -19,14 +21,18 @@ _KEPT_EVENTS = ("started", "resumed", "ended", "died", "went_back")
 _PROGRESS = ("step", "epoch", "samples", "seconds")
 
 _LONGEST_TRACEBACK = 20_000  # characters
+_WAITING = 10_000  # lines
+
+_logger = get_logger(__name__)
 
 
 class JsonlLog(Callback):
     """Writes a line of JSON for each log, evaluation and event of a run, on rank 0.
 
     The events are "started", "resumed", "save", "best", "skipped", "ended", and those of `run.record_event`.
-    Each line is written immediately. A resumed run removes the lines after the step it resumes from, except those about
-    starts and ends, and adds a "died" line if the run was killed. A new run renames an existing file to `<name>.old`.
+    Each line is written immediately; lines that the disk does not take are written with the next one that it takes. A
+    resumed run removes the lines after the step it resumes from, except those about starts and ends, and adds a "died"
+    line if the run was killed. A new run renames an existing file to `<name>.old`.
     NaN and infinite values, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity", which `float()` reads.
 
     Args:
@@ -49,7 +55,8 @@ class JsonlLog(Callback):
         self._error: str | None = None
         self._traceback: str | None = None
         self._is_training = False
-        self._is_cut = False  # whether the last line may be incomplete, after a write that failed
+        self._waiting: deque[str] = deque(maxlen=_WAITING)
+        self._is_failing = False
         if skipped_steps:
             self.on_step_skipped: Any = self._write_skipped
 
@@ -115,17 +122,18 @@ class JsonlLog(Callback):
 
     def _cut(self, step: int, added: Sequence[str]) -> None:
         """Remove the lines after a step, and add lines."""
-        kept = [line for line, entry in self._lines() if entry["step"] <= step or entry.get("event") in _KEPT_EVENTS]
+        lines = [*self._lines(), *_parsed(self._waiting)]
+        kept = [line for line, entry in lines if entry["step"] <= step or entry.get("event") in _KEPT_EVENTS]
         if self.path.exists():
             replace_file(self.path, lambda path: _write_lines(path, [*kept, *added]))
+            self._waiting.clear()
 
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the complete lines, each with its parsed entry."""
         if not self.path.exists():
             return []
         # JSON escapes no line separators of Unicode, at which `splitlines` would cut a line too.
-        read = [(line, _entry(line)) for line in self.path.read_text("utf-8", errors="replace").split("\n")]
-        return [(line, entry) for line, entry in read if entry is not None]
+        return _parsed(self.path.read_text("utf-8", errors="replace").split("\n"))
 
     def _write(
         self, run: Run, event: str, values: Mapping[str, Any], progress: Mapping[str, Any] | None = None
@@ -136,13 +144,16 @@ class JsonlLog(Callback):
         current = {"step": state.step, "epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
         header: dict[str, Any] = {"event": event, **current, **(progress or {})}
         header |= {"seconds": round(header["seconds"], 3), "time": round(time.time(), 3)}
-        line = json.dumps(_plain({**header, **values, **header}), ensure_ascii=False, allow_nan=False)
-        # Opened for each line: logs are rare, and a run that is killed leaves no open file.
-        text = f"\n{line}\n" if self._is_cut else f"{line}\n"
-        self._is_cut = True
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
-        self._is_cut = False
+        self._waiting.append(json.dumps(_plain({**header, **values, **header}), ensure_ascii=False, allow_nan=False))
+        try:  # opened for each line: logs are rare, and a run that is killed leaves no open file
+            append_text(self.path, "".join(f"{line}\n" for line in self._waiting))
+        except OSError as error:
+            if not self._is_failing:
+                _logger.warning("%s cannot be written: %s. Its lines wait until it can.", self.path, error.strerror)
+            self._is_failing = True
+        else:
+            self._waiting.clear()
+            self._is_failing = False
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -166,6 +177,12 @@ def _device_type(run: Run) -> str:
 def _entries_since_last_start(entries: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     begins = [index for index, entry in enumerate(entries) if entry.get("event") in ("started", "resumed")]
     return entries[begins[-1] :] if begins else entries
+
+
+def _parsed(lines: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the complete lines, each with its entry."""
+    read = [(line, _entry(line)) for line in lines]
+    return [(line, entry) for line, entry in read if entry is not None]
 
 
 def _entry(line: str) -> dict[str, Any] | None:

@@ -131,21 +131,25 @@ def test_a_resumed_run_keeps_lines_with_line_separators_and_removes_those_that_a
     assert [entry.get("text") for entry in parsed if entry["event"] == "sample"] == ["one\u2028two\x85three"]
 
 
-def test_a_full_disk_costs_only_the_lines_that_it_does_not_take(tmp_path: Path) -> None:
+def test_lines_that_a_full_disk_does_not_take_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "log"
     log, limits = JsonlLog(path), resource.getrlimit(resource.RLIMIT_FSIZE)
     log.on_log(running(step=1), {"loss": 1.0})
+    whole = path.read_bytes()
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
-            log.on_log(running(step=2), {"loss": 2.0})
+        for step in (2, 3):
+            log.on_log(running(step=step), {"loss": 2.0})
+        assert path.read_bytes() == whole, "no line is cut"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes()[-1:] != b"\n", "the second line is cut"
-    for step in (3, 4):
-        log.on_log(running(step=step), {"loss": 3.0})
+    log.on_log(running(step=4), {"loss": 4.0})
     history = History(path).read()
-    assert history.places(history.curves["loss"].rows)["step"].tolist() == [1, 3, 4]
+    assert history.places(history.curves["loss"].rows)["step"].tolist() == [1, 2, 3, 4]
+    (warning,) = caplog.messages
+    assert warning == f"{path} cannot be written: File too large. Its lines wait until it can."
 
 
 def test_how_each_process_ended_stays_in_the_history(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import csv
 import io
+import logging
 import math
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +284,36 @@ def test_a_resumed_run_removes_later_rows_and_a_new_run_starts_fresh(tmp_path: P
     go_through([CsvLog(path)], 2, log_every=2)
     assert [row["step"] for row in rows_of(path)] == ["2"]
     assert [row["step"] for row in rows_of(tmp_path / "history.csv.old")] == ["2"]
+
+
+def test_rows_that_a_full_disk_does_not_take_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, whole = tmp_path / "history.csv", tmp_path / "whole.csv"
+
+    class Fill(Callback):
+        """A disk that is full from step 2 to step 5."""
+
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step in (2, 5):
+                most = path.stat().st_size + 20 if run.state.step == 2 else limits[0]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+
+    def fit(*callbacks: Callback) -> None:
+        trainer(arguments(log_every="1 step", max_steps=8), callbacks=callbacks, eval_dataset=points(8)).fit()
+
+    try:
+        with caplog.at_level(logging.WARNING):
+            fit(CsvLog(path), Fill())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [message for message in caplog.messages if "cannot be written" in message] == [
+        f"{path} cannot be written: File too large. Its rows wait until it can."
+    ]
+    fit(CsvLog(whole))
+    rows, wanted = ([(row["step"], row["loss"], row["eval_loss"]) for row in rows_of(file)] for file in (path, whole))
+    assert rows == wanted
 
 
 class Tied(nn.Module):

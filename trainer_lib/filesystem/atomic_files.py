@@ -45,6 +45,18 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
+def append_text(path: Path, text: str) -> None:
+    """Append a text to a file, or leave it unchanged if the disk does not take all of it."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+    except OSError:
+        if path.exists():
+            os.truncate(path, size)
+        raise
+
+
 def says_damaged(error: OSError) -> bool:
     """Whether an error says that a file is missing, is no file or cannot be read from its disk.
 
