@@ -16,6 +16,7 @@ _trainer_lib() {{
         launch|test) options="--help {launch}" ;;
         train) options="--help --config {train}" ;;
         check) options="--help --json {launch}" ;;
+        evaluate) options="--help --watch {launch}" ;;
         config) options="--help --config_file default update" ;;
         env) options="--help --config_file --json" ;;
     esac

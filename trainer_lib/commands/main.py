@@ -13,6 +13,7 @@ COMMANDS = {
     "env": ("trainer_lib.commands.env", "print versions, devices, packages, configuration and variables"),
     "test": ("trainer_lib.commands.test", "check the world that a launch with the configuration starts"),
     "check": ("trainer_lib.commands.check", "check a script on its model and data, before it trains"),
+    "evaluate": ("trainer_lib.commands.evaluate", "evaluate the checkpoints of a run, also while it trains"),
     "train": ("trainer_lib.commands.train.train", "train a model of a common task on a data file, without a script"),
     "estimate-memory": ("trainer_lib.commands.estimate", "estimate the memory that a model takes"),
     "plan": ("trainer_lib.commands.plan.plan", "show memory and messages of each rank of a mesh, without the ranks"),

@@ -33,6 +33,7 @@ class Dispatcher:
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks: list[Callback] = []
         self._keys: dict[int, str] = {}
+        self._silent: set[int] = set()
         self.handlers: dict[str, list[tuple[Callback, Handler]]] = {}
         self.outputs_readers: set[str] = set()
         for callback in callbacks:
@@ -109,6 +110,11 @@ class Dispatcher:
                 else:
                     self._switch_off(callback, where, error)
 
+    def silence_observers(self) -> None:
+        """Call the callbacks that only observe at no event any more; their states are saved and loaded as before."""
+        self._silent = {id(callback) for callback in self._callbacks if not callback.may_change_training}
+        self._bind_handlers()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the callbacks that have one, by key."""
         return self._states(self._by_key())
@@ -169,6 +175,8 @@ class Dispatcher:
         self.handlers.clear()
         self.outputs_readers.clear()
         for callback in self._callbacks:
+            if id(callback) in self._silent:
+                continue
             # Of its own class: a class derived from one that reads none may read them.
             reads_outputs = vars(type(callback)).get("reads_outputs", True)
             for event in EVENTS:

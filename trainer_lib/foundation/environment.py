@@ -44,6 +44,8 @@ _SHARDING_COUNTS = {"fsdp_version": "FSDP_VERSION", "size_from": "FSDP_MIN_NUM_P
 
 
 CHECK_REPORT = "TRAINER_LIB_CHECK_REPORT"  # asks the first `fit` of a script for a check
+EVALUATED_RUN = "TRAINER_LIB_EVALUATED_RUN"  # asks it to evaluate the checkpoints of this run
+WATCHED_RUN = "TRAINER_LIB_WATCHED_RUN"  # "1": until the run is finished
 
 # What a report of the environment shows.
 _WORLD_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FORK_LAUNCHED")
@@ -283,6 +285,15 @@ def check_report_file() -> Path | None:
     """Return the file for the report, if `trainer-lib check` started this script: its first `fit` is then a check."""
     path = os.environ.get(CHECK_REPORT)
     return Path(path) if path else None
+
+
+def evaluated_run() -> tuple[str, bool] | None:
+    """Return the run whose checkpoints the first `fit` of this script evaluates, and whether until the run is finished.
+
+    It is `None` unless `trainer-lib evaluate` started the script.
+    """
+    path = os.environ.get(EVALUATED_RUN)
+    return (path, os.environ.get(WATCHED_RUN) == "1") if path else None
 
 
 def elastic_attempt() -> str | None:

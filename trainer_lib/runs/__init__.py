@@ -4,6 +4,7 @@ from trainer_lib.runs.find_runs import FoundRun as FoundRun
 from trainer_lib.runs.find_runs import find_runs as find_runs
 from trainer_lib.runs.find_runs import read_run as read_run
 from trainer_lib.runs.run_folder import CHECKPOINTS as CHECKPOINTS
+from trainer_lib.runs.run_folder import EVALUATIONS_FILE as EVALUATIONS_FILE
 from trainer_lib.runs.run_folder import HISTORY_FILE as HISTORY_FILE
 from trainer_lib.runs.run_folder import IDENTITY_FILE as IDENTITY_FILE
 from trainer_lib.runs.run_folder import RUN_FILE as RUN_FILE

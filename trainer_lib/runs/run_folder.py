@@ -2,6 +2,7 @@
 
 output_dir/RUN_ID/run.json
 output_dir/RUN_ID/history.jsonl
+output_dir/RUN_ID/evaluations.jsonl
 output_dir/RUN_ID/checkpoints/checkpoint-00000500/
 """
 
@@ -24,6 +25,7 @@ _logger = get_logger(__name__)
 
 _NAME = r"checkpoint-\d+(\.replaced)?"
 RUN_FILE, HISTORY_FILE, CHECKPOINTS = "run.json", "history.jsonl", "checkpoints"
+EVALUATIONS_FILE = "evaluations.jsonl"  # by `trainer-lib evaluate`, in lines as those of the history
 IDENTITY_FILE = "run_identity.json"  # in a checkpoint
 
 

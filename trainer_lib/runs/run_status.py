@@ -9,7 +9,7 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.runs.run_environment import is_alive
 from trainer_lib.runs.run_file import read_facts
-from trainer_lib.runs.run_folder import HISTORY_FILE, RUN_FILE, RunFolder
+from trainer_lib.runs.run_folder import EVALUATIONS_FILE, HISTORY_FILE, RUN_FILE, RunFolder
 
 _SILENT_AFTER = 600.0  # seconds without a line, for processes on other machines
 
@@ -20,9 +20,10 @@ def is_run(folder: AnyPath) -> bool:
 
 
 def history_file(folder: AnyPath) -> Path:
-    """Return the history file of a run; for a URL a current local copy."""
+    """Return the history file of a run, with its evaluations beside it; for a URL current local copies."""
     run = RunFolder(folder)
     run.download(HISTORY_FILE)
+    run.download(EVALUATIONS_FILE)
     return run.history_file
 
 

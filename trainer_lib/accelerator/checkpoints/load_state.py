@@ -62,7 +62,7 @@ def load(
             check_counts(manifest.parts, third_party_state.required_parts(parts, manifest), str(folder))
             check_kinds(manifest.kinds, kinds_of(parts), str(folder))
         third_party_state.report_left_out(manifest, folder)
-        _warn_of_another_world_size(engine.world_size, manifest, folder)
+        _warn_of_another_world_size(engine.world_size, manifest.world_size)
         with raise_on_all_ranks(group, "load_state", CheckpointError):
             _restore(checkpoints, parts, opened, options)
     finally:
@@ -157,15 +157,13 @@ def _errors_name_part(part: Part, folder: AnyPath) -> Generator[None]:
         raise CheckpointError(f"The {part.stem} in {folder} cannot be loaded: {error!r}.") from error
 
 
-def _warn_of_another_world_size(now: int, manifest: Manifest, folder: AnyPath) -> None:
-    saved = manifest.world_size
+def _warn_of_another_world_size(now: int, saved: int) -> None:
     if saved == now:
         return
     new = f"{saved} to {now - 1}" if now - saved > 1 else f"{saved}"
-    _logger.warning(
-        "The checkpoint %s was saved with world size %d and is loaded with world size %d: each sample still comes "
-        "once, in the same order.%s",
-        folder,
+    _logger.warning_once(
+        "The checkpoint was saved with world size %d and is loaded with world size %d: each sample still comes once, "
+        "in the same order.%s",
         saved,
         now,
         f" New ranks ({new}) derive their random generators from (seed, rank, step)." if now > saved else "",

@@ -87,6 +87,8 @@ def _run(source: Source) -> dict[str, Any]:
 def _curve(history: History, name: str, tables: dict[bytes, int], places: list[dict[str, Any]]) -> dict[str, Any]:
     curve = history.curves[name]
     rows, values = np.asarray(curve.rows), np.asarray(curve.values)
+    by_step = np.argsort(history.places(rows)["step"], kind="stable")  # evaluations beside the run come later
+    rows, values = rows[by_step], values[by_step]
     kept = thin(values, _POINTS)
     data: dict[str, Any] = {
         "at": _place_table(history, rows[kept], tables, places),
@@ -160,10 +162,11 @@ def _figures(history: History, facts: Mapping[str, Any], best: Mapping[str, Any]
 
 
 def _evaluations(history: History, best: Mapping[str, Any] | None) -> dict[str, Any]:
-    columns = dict.fromkeys(name for entry in history.evaluations for name in numbers_in(entry))
-    shown = history.evaluations[-_ROWS:]
+    evaluations = sorted(history.evaluations, key=lambda entry: entry["step"])
+    columns = dict.fromkeys(name for entry in evaluations for name in numbers_in(entry))
+    shown = evaluations[-_ROWS:]
     if best is not None:
-        shown = [entry for entry in history.evaluations[:-_ROWS] if entry["step"] == best["step"]] + shown
+        shown = [entry for entry in evaluations[:-_ROWS] if entry["step"] == best["step"]] + shown
     rows = [
         {
             "step": entry["step"],
@@ -173,7 +176,7 @@ def _evaluations(history: History, best: Mapping[str, Any] | None) -> dict[str, 
         }
         for entry in shown
     ]
-    left_out = len(history.evaluations) - len(rows)
+    left_out = len(evaluations) - len(rows)
     return {
         "columns": list(columns),
         "rows": rows,

@@ -69,19 +69,19 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
             session.loading.load(last)
         with session.context.events.observer_states_kept() if last != checkpoint else nullcontext():
             session.loading.load(checkpoint)
-        _fire(session, "on_fit_begin")
+        fire_modifiers(session, "on_fit_begin")
         session.run.state = RunState.of(state)
         session.run.metrics = dict(facts["metrics"])
         session.average_at_end(session.run.state.status)
         optimizer_modes.evaluate(session.run.optimizers.values())
-        _fire(session, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
+        fire_modifiers(session, "on_fit_end")  # which replaces the weights by their averages (EMA, SWA)
         session.average_at_end(session.run.state.status)
     finally:
         session.release()
     return session.end.result()
 
 
-def _fire(session: FitSession, event: str) -> None:
+def fire_modifiers(session: FitSession, event: str) -> None:
     """Call the callbacks that modify training. Those that report are not called, as nothing is trained."""
     for callback in session.context.events:
         if isinstance(callback, Modifier):

@@ -1,4 +1,4 @@
-"""What `fit` does in a script that `trainer-lib check` or `plan` started: answer instead of training, and end it."""
+"""What `fit` does in a script that `trainer-lib check`, `evaluate` or `plan` started: answer instead of training."""
 
 import contextlib
 import dataclasses
@@ -34,22 +34,27 @@ def engine_arguments(args: TrainingArguments) -> TrainingArguments:
 
 
 def answer(trainer: TrainerInterface) -> None:
-    """Check the trainer, if a check was asked for, write the report, and end the script.
+    """Do with the trainer what the command asked for that started this script, if one did, and end the script.
 
     Raises:
-        SystemExit: After the check; what it found is in the report.
+        SystemExit: After that.
     """
     if _handlers:
         _handlers[-1](trainer)
         raise SystemExit(0)
-    file = environment.check_report_file()
-    if file is None or trainer.parts.in_sandbox:
+    file, evaluated = environment.check_report_file(), environment.evaluated_run()
+    if (file is None and evaluated is None) or trainer.parts.in_sandbox:
         return
-    from trainer_lib.trainer.tools.run_check import check
+    if file is not None:
+        from trainer_lib.trainer.tools.run_check import check
 
-    report = check(trainer)
-    if trainer.accelerator.is_main_process:
-        file.write_text(json.dumps({**report.to_dict(), "text": str(report)}))
+        report = check(trainer)
+        if trainer.accelerator.is_main_process:
+            file.write_text(json.dumps({**report.to_dict(), "text": str(report)}))
+    elif evaluated is not None:
+        from trainer_lib.trainer.tools.evaluate_run import evaluate_run
+
+        evaluate_run(trainer, *evaluated)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     raise SystemExit(0)
