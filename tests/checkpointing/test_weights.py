@@ -145,6 +145,20 @@ def test_missing_and_unexpected_weights_are_logged_or_refused(tmp_path: Path, ca
         load_checkpoint_in_model(nn.Sequential(nn.Linear(8, 5)), tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_names_of_wrappers_in_a_file_of_another_script_are_understood(tmp_path: Path, prefix: str) -> None:
+    model, file = toy.model(3), tmp_path / "weights.pt"
+    torch.save({f"{prefix}{name}": value for name, value in model.state_dict().items()}, file)
+    loaded = toy.model()
+    load_checkpoint_in_model(loaded, file, strict=True)
+    assert_same(loaded, model)
+    inside = nn.Sequential()
+    inside.add_module("module", toy.model())  # a part of that name is no wrapper
+    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, file)
+    load_checkpoint_in_model(inside, file, strict=True)
+    assert_same(inside.module, model)
+
+
 def test_rank_0_reads_for_all(tmp_path: Path) -> None:
     model = saved(tmp_path / "weights", max_shard_size=500)
     (tmp_path / "other").mkdir()

@@ -1,6 +1,6 @@
 """Loads weights into the tensors that a model has: one file at a time, or one tensor at a time from rank 0."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def load_in_place(model: nn.Module, files: Path, dtype: torch.dtype | None, stri
     Raises:
         StateError: If the weights do not fit; nothing is loaded then.
     """
-    found = _Weights(files)
+    found = _Weights(files, model)
     check_fits(model, found.shapes, strict, resizes=True)
     return _load(model, found.shapes, found.by_file(), dtype)
 
@@ -56,7 +56,7 @@ def load_from_rank0(
     found: list[_Weights] = []
 
     def kinds() -> dict[str, tuple[torch.dtype, torch.Size]]:
-        found.append(_Weights(files))
+        found.append(_Weights(files, model))
         return found[0].kinds
 
     described = run_on_main_process(group, _DOING, kinds, CheckpointError)
@@ -86,25 +86,40 @@ def _received(
 
 
 class _Weights:
-    """The weights of a path, which may be the shards that the ranks of a sharded model wrote."""
+    """The weights of a path, which may be the shards that the ranks of a sharded model wrote.
 
-    def __init__(self, files: Path) -> None:
+    Their names are those of the model, without what DDP's or torch.compile's wrapper added when they were saved.
+    """
+
+    def __init__(self, files: Path, model: nn.Module) -> None:
         self._whole: dict[str, Tensor] | None = None
         if has_rank_shards(files):
             self._whole = read_weights(files)
-            self.kinds = {name: (value.dtype, value.shape) for name, value in self._whole.items()}
+            kinds = {name: (value.dtype, value.shape) for name, value in self._whole.items()}
         else:
             self._files = WeightFiles(files)
-            self.kinds = self._files.kinds
+            kinds = self._files.kinds
+        self._names = _names_in_model(kinds, {canonical_name(name) for name in model.state_dict(keep_vars=True)})
+        self.kinds = {self._names[name]: kind for name, kind in kinds.items()}
         self.shapes = {name: shape for name, (_, shape) in self.kinds.items()}
 
     def by_file(self) -> Iterator[dict[str, Tensor]]:
         """Yield the weights of one file after the other."""
         if self._whole is not None:
-            yield self._whole
+            yield {self._names[name]: value for name, value in self._whole.items()}
             return
         for path, names in self._files.by_file():
-            yield self._files.read(path, names)
+            yield {self._names[name]: value for name, value in self._files.read(path, names).items()}
+
+
+def _names_in_model(names: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Return the name of each weight in a model; one that the model does not have keeps its own."""
+    found = dict(zip(names, names, strict=True))
+    for name in [name for name in names if name not in known]:
+        inner = canonical_name(name).removeprefix("module.")
+        if inner in known and inner not in found:
+            found[name] = inner
+    return found
 
 
 def _load(
