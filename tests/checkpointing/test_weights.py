@@ -156,7 +156,7 @@ def test_names_of_wrappers_in_a_file_of_another_script_are_understood(tmp_path: 
     inside.add_module("module", toy.model())  # a part of that name is no wrapper
     torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, file)
     load_checkpoint_in_model(inside, file, strict=True)
-    assert_same(inside.module, model)
+    assert_same(inside.get_submodule("module"), model)
 
 
 def test_rank_0_reads_for_all(tmp_path: Path) -> None:
