@@ -189,6 +189,14 @@ class NoLength(Dataset[int]):
         return index
 
 
+def test_parts_of_pandas_are_arrays() -> None:
+    table, labels = pandas.DataFrame({"a": [1.5, 2.5], "b": [3.5, 4.5]}), pandas.Series([0, 1])
+    inputs, targets = next(iter(train_loader((table, labels), batch_size=2, shuffle=False)))
+    assert (inputs.tolist(), targets.tolist()) == ([[1.5, 3.5], [2.5, 4.5]], [0, 1])
+    batch = next(iter(train_loader({"x": table, "labels": labels}, batch_size=2, shuffle=False)))
+    assert (batch["x"].tolist(), batch["labels"].tolist()) == ([[1.5, 3.5], [2.5, 4.5]], [0, 1])
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

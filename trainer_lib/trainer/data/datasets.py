@@ -132,8 +132,12 @@ class RowSelection(Sequence[Any]):
 
 def _from_arrays(data: Any, option: str) -> Columns | None:
     """Return arrays as a dataset of rows; `None` for data that is not made of arrays."""
-    if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "columns"):
+    if _is_of_pandas(data) and hasattr(data, "columns"):
         return Columns({str(name): data[name].to_numpy() for name in data.columns}, option)
+    if isinstance(data, tuple):  # inputs and targets
+        data = tuple(column.to_numpy() if _is_of_pandas(column) else column for column in data)
+    elif isinstance(data, dict):
+        data = {name: column.to_numpy() if _is_of_pandas(column) else column for name, column in data.items()}
     if type(data) is TensorDataset:
         return Columns(data.tensors, option)
     if _is_array(data) or (
@@ -174,6 +178,10 @@ def _rejection_reason(data: Any) -> str | None:
     if isinstance(data, type) or not hasattr(data, "__getitem__"):
         return f"is {'the class ' if isinstance(data, type) else 'a '}{getattr(data, '__name__', type(data).__name__)}"
     return f"is a {type(data).__name__}, which has no length" if length_of(data) is None else None
+
+
+def _is_of_pandas(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "to_numpy")
 
 
 def _is_array(value: Any) -> bool:
