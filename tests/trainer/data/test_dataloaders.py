@@ -197,6 +197,11 @@ def test_parts_of_pandas_are_arrays() -> None:
     assert (batch["x"].tolist(), batch["labels"].tolist()) == ([[1.5, 3.5], [2.5, 4.5]], [0, 1])
 
 
+class DataModule:
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Numbers(4))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -209,6 +214,7 @@ def test_parts_of_pandas_are_arrays() -> None:
         ((Numbers(4), Numbers(4)), "is a tuple of Numberss. Give several sets to evaluate on by name"),
         (3, "is a int"),
         (NoLength(), "is a NoLength, which has no length"),
+        (DataModule(), r"is the data module DataModule, and not its data: .* train_dataset=data.train_dataloader\(\)"),
         ([], "train_dataset is empty: this list has no samples"),
         ((X[:0], Y[:0]), "is empty"),
         (datasets.Dataset.from_dict({"x": []}), "is empty"),

@@ -168,6 +168,11 @@ def _rejection_reason(data: Any) -> str | None:
         )
     if hasattr(data, "__next__"):
         return f"is a {type(data).__name__}, which can be read only once"
+    if hasattr(data, "train_dataloader"):
+        return (
+            f"is the data module {type(data).__name__}, and not its data: call its prepare_data() and setup('fit'), "
+            "and give its loaders, train_dataset=data.train_dataloader() and eval_dataset=data.val_dataloader()"
+        )
     if inspect.isgeneratorfunction(data):
         return (
             f"is the generator function {data.__name__!r}: give list({data.__name__}()) if the samples fit into "
