@@ -374,7 +374,18 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Generator[None]:
-        """Do not reduce gradients across ranks in a `backward` inside the block; of all models, by default."""
+        """Do not reduce gradients across ranks in a `backward` inside the block; `accumulate` does this by itself.
+
+        Args:
+            model: The prepared model; all, by default.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(model(torch.ones(3, 4)).mean())  # stays on this rank
+            >>> accelerator.backward(model(torch.ones(3, 4)).mean())  # reduces the sum of both
+        """
         with ExitStack() as contexts:
             for prepared in self.prepared.models if model is None else [model]:
                 contexts.enter_context(self.strategy.no_sync(prepared))
@@ -415,7 +426,17 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         return joined(self.engine, joinables, even_batches)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the context for mixed precision outside of a prepared model's forward."""
+        """Return the context for mixed precision outside of a prepared model's forward, which runs in it by itself.
+
+        Args:
+            autocast_handler: Other options for this block, such as `AutocastKwargs(enabled=False)`.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+            >>> with accelerator.autocast():
+            ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+            torch.bfloat16
+        """
         return self.precision.autocast(autocast_handler)
 
     def backward(
@@ -519,7 +540,14 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale gradients now, and divide them by the weight of their accumulation window."""
+        """Unscale gradients now (fp16), and divide them by the weight of their accumulation window.
+
+        Clipping by the `Accelerator` and `optimizer.step()` do this by themselves: call it before you read or change
+        gradients by other means. Before the last micro-batch of a window it does nothing.
+
+        Args:
+            optimizer: The optimizer, or several, of these gradients; all, by default.
+        """
         if self.gradient_state.sync_gradients:
             chosen = None if optimizer is None else _listed(optimizer)
             for prepared in self.prepared.optimizers:
@@ -529,7 +557,20 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the gradients of `parameters` to a norm of at most `max_norm`, and return the norm before clipping.
 
-        Before the last micro-batch of a window nothing is clipped, and the norm is that of the unreduced gradients.
+        Before the last micro-batch of a window nothing is clipped, and the norm is that of the unreduced gradients: the
+        guard `if accelerator.sync_gradients` is not needed.
+
+        Args:
+            parameters: The parameters of a prepared model, `model.parameters()`.
+            max_norm: The largest norm.
+            norm_type: The order of the norm; `float("inf")` is the largest element.
+
+        Example:
+            >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(4, 2)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> accelerator.backward(model(torch.ones(3, 4)).sum())
+            >>> accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            tensor(9.4868)
         """
         _check_limit("max_norm", max_norm)
         parameters = self.strategy.current_parameters(_parameters_of(parameters))

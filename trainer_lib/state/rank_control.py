@@ -49,7 +49,12 @@ class ProcessControl:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this.
+
+        Example:
+            >>> from trainer_lib import PartialState
+            >>> PartialState().wait_for_everyone()
+        """
         self.group.barrier()
 
     @contextmanager
@@ -72,7 +77,16 @@ class ProcessControl:
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate a function so that only the main process runs it; it returns `None` on other ranks."""
+        """Decorate a function so that only the main process runs it; it returns `None` on other ranks.
+
+        Example:
+            >>> from trainer_lib import PartialState
+            >>> @PartialState().on_main_process
+            ... def report(loss):
+            ...     print("loss", loss)
+            >>> report(0.5)
+            loss 0.5
+        """
         return self._gated(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
@@ -90,7 +104,16 @@ class ProcessControl:
         *,
         process_idx: int | None = None,
     ) -> Any:
-        """Decorate a function so that only process `process_index` runs it (`process_idx`: its older name)."""
+        """Decorate a function so that only process `process_index` runs it (`process_idx`: its older name).
+
+        Example:
+            >>> from trainer_lib import PartialState
+            >>> @PartialState().on_process(process_index=0)
+            ... def report(loss):
+            ...     print("loss", loss)
+            >>> report(0.5)
+            loss 0.5
+        """
         index = _required("process_index", process_idx if process_index is None else process_index)
         return self._gated(function, lambda: self.process_index == index)
 

@@ -220,6 +220,12 @@ class CheckpointMethods(CollectiveMethods):
         Args:
             model: The prepared model.
             unwrap: Whether to use the names of the model inside; else those of DDP's wrapper, if there is one.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 2))
+            >>> list(accelerator.get_state_dict(model))
+            ['weight', 'bias']
         """
         if unwrap or self.strategy.unwrap(model) is model:
             return self.strategy.exported_state(model)
@@ -241,6 +247,10 @@ class CheckpointMethods(CollectiveMethods):
             save_directory: The folder; its other files stay.
             max_shard_size: The largest size of one file; a larger model gets several files and an index.
             safe_serialization: Write safetensors; else pickles of tensors.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.save_model(accelerator.prepare(torch.nn.Linear(4, 2)), "weights")
         """
         from trainer_lib.checkpointing.model_weights import save_weights
 

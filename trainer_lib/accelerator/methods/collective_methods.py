@@ -118,7 +118,20 @@ class CollectiveMethods(ProcessControl):
         return self.use_distributed and self.device.type != "cpu"
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all ranks along the first dimension, without gradients."""
+        """Concatenate the tensors of all ranks along the first dimension, without gradients. All ranks call it.
+
+        Every rank gets the result. For metrics of an evaluation use `gather_for_metrics`, which leaves out samples that
+        fill the last round.
+
+        Args:
+            tensor: A tensor, or a structure of tensors, of the same shapes on all ranks; `pad_across_processes` makes
+                them equal.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.gather(torch.tensor([accelerator.process_index]))  # on two ranks: tensor([0, 1])
+            tensor([0])
+        """
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -144,11 +157,35 @@ class CollectiveMethods(ProcessControl):
         return gather_real_objects(input_data, rows) if use_gather_object else gather_real_rows(input_data, rows)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum, mean, maximum or minimum ("max", "min") of the tensors of all ranks."""
+        """Return the sum of the tensors of all ranks, or their mean, maximum or minimum. All ranks call it.
+
+        Args:
+            tensor: A tensor, or a structure of tensors, of the same shapes on all ranks.
+            reduction: "sum", "mean", "max", "min", or "none" for a copy of this rank's tensor.
+            scale: What the result is multiplied by.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.reduce(torch.tensor(0.5), reduction="mean")
+            tensor(0.5000)
+        """
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad the tensor to the largest size along `dim` over all ranks."""
+        """Pad the tensor to the largest size along `dim` over all ranks. All ranks call it.
+
+        Args:
+            tensor: A tensor, or a structure of tensors.
+            dim: The dimension that is padded.
+            pad_index: The value of the padding.
+            pad_first: Pad at the beginning instead of at the end.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> tokens = torch.ones(2, 3 + accelerator.process_index)
+            >>> accelerator.gather(accelerator.pad_across_processes(tokens, dim=1)).shape  # on two ranks: 4 by 4
+            torch.Size([2, 3])
+        """
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:

@@ -92,8 +92,16 @@ class PrepareMethods(CollectiveMethods):
         Other objects come back unchanged, and so do those that `prepare` returned before.
 
         Args:
-            *args: The objects to prepare, in any number and order.
+            *args: The objects to prepare, in any number and order, the same on all ranks.
             device_placement: For each object, whether to move it to the device.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            >>> scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+            >>> loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+            >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         from trainer_lib.accelerator.deepspeed_config import apply_config, is_schedule
         from trainer_lib.options.megatron_lm.dummy_data_loader import MegatronLMDummyScheduler
@@ -189,7 +197,14 @@ class PrepareMethods(CollectiveMethods):
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it steps once per accumulation window."""
+        """Wrap an optimizer so that it steps once per accumulation window.
+
+        Call `step` and `zero_grad` for each micro-batch: before the last one of a window they do nothing.
+
+        Args:
+            optimizer: The optimizer, made before or after its model is prepared.
+            device_placement: Whether to move its state to the device; by default the `Accelerator`'s setting.
+        """
         if isinstance(optimizer, AcceleratedOptimizer) and self.prepared.holds(optimizer):
             return optimizer
         users = self.prepared.user_object(optimizer)
@@ -223,7 +238,11 @@ class PrepareMethods(CollectiveMethods):
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """Wrap a schedule so that it steps with its optimizer."""
+        """Wrap a schedule so that it steps with its optimizer: once for each update, on any number of ranks.
+
+        Args:
+            scheduler: A schedule of an optimizer; call its `step` after each `optimizer.step()`.
+        """
         # With split_batches, Accelerate steps them once an update as well.
         differs = self.use_distributed and self.step_scheduler_with_optimizer and not self.split_batches
         if differs and not self.scheduler_steps_per_process:
@@ -253,7 +272,14 @@ class PrepareMethods(CollectiveMethods):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on."""
+        """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on.
+
+        Args:
+            data_loader: The loader, the same on all ranks and not divided yet: without a `DistributedSampler`.
+            device_placement: Whether to bring batches to the device; by default the `Accelerator`'s setting.
+            slice_fn_for_dispatch: With `dispatch_batches` and `split_batches`, the function that cuts the slice of a
+                rank from a batch of rank 0.
+        """
         from trainer_lib.data_loader import prepare_data_loader
 
         if self.prepared.holds(data_loader):
@@ -293,7 +319,20 @@ class PrepareMethods(CollectiveMethods):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole."""
+        """Return a loader whose next epoch skips the first `num_batches` batches; later epochs are whole.
+
+        After `load_state` this is not needed: the loader resumes at its position.
+
+        Args:
+            dataloader: The loader, prepared or not.
+            num_batches: How many batches of this rank to skip.
+
+        Example:
+            >>> accelerator = Accelerator(cpu=True)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(6), batch_size=2))
+            >>> next(iter(accelerator.skip_first_batches(loader, 2)))
+            tensor([4, 5])
+        """
         from trainer_lib.data_loader import skip_first_batches
 
         if self.sequence_split.ranks is not None:
@@ -317,6 +356,11 @@ class PrepareMethods(CollectiveMethods):
             keep_fp32_wrapper: Keep its forward in mixed precision.
             keep_torch_compile: Keep it compiled; else return a view of it that runs eagerly, with the same weights and
                 modes, while the prepared model stays compiled.
+
+        Example:
+            >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(4, 2)
+            >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
+            True
         """
         return extract_model_from_parallel(self.strategy.unwrap(model), keep_fp32_wrapper, keep_torch_compile)
 
