@@ -40,7 +40,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "inside": "inside a save",
         "unloadable": "damaged checkpoints",
         "resumed": "resumed from the last commit",
-        "equal": "equal to the bit",
+        "equal": "bitwise equal",
     },
     "damage": {
         "injected": "how often",
@@ -63,7 +63,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
     "stops": {
         "asked": "how often",
         "agreed": "both ranks ended after the same step, with its exit code",
-        "equal": "resumed, equal to the bit",
+        "equal": "resumed, bitwise equal",
     },
     "guards": {
         "injected": "how often",
@@ -71,7 +71,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
     },
     "runs": {
         "compared": "runs",
-        "equal": "equal to the bit",
+        "equal": "bitwise equal",
     },
     "worlds": {
         "compared": "runs",
