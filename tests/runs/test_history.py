@@ -9,6 +9,7 @@ from typing import Any
 from tests.callbacks.loops import go_through, running
 from tests.runs.histories import line
 from trainer_lib.callbacks import JsonlLog
+from trainer_lib.runs.report.report_data import Source, contents
 from trainer_lib.runs.run_history import History
 
 
@@ -54,3 +55,29 @@ def test_a_truncated_history_is_read_again(tmp_path: Path) -> None:
     os.truncate(file, 0)
     append(file, text.splitlines()[0] + "\n")
     assert list(history.read().curves["loss"].values) == [1.0]
+
+
+def test_evaluations_beside_a_run_are_read_with_it_in_the_order_of_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def add(name: str, *steps: int) -> None:
+        with (folder / name).open("a") as file:
+            file.writelines(
+                json.dumps({"event": "evaluation", "step": step, "eval_loss": step / 2}) + "\n" for step in steps
+            )
+
+    add("history.jsonl", 10, 20)
+    add("evaluations.jsonl", 5, 15)
+    source = Source.of(folder)
+    (run,) = contents([source])["runs"]
+    assert [row["step"] for row in run["evaluations"]["rows"]] == [5, 10, 15, 20]
+    assert run["curves"]["eval_loss"]["values"] == [2.5, 5, 7.5, 10]
+    assert source.history.last["step"] == 20, "how far the run itself is"
+    add("evaluations.jsonl", 25)  # while it is watched
+    (run,) = contents([source])["runs"]
+    assert run["curves"]["eval_loss"]["values"][-1] == 12.5
+    (folder / "evaluations.jsonl").unlink()
+    add("evaluations.jsonl", 5)
+    (run,) = contents([source])["runs"]
+    assert run["curves"]["eval_loss"]["values"] == [2.5, 5, 10]
