@@ -7,6 +7,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from tests.accelerator import toy
 from tests.faults.trainings import train, trained
@@ -103,6 +104,24 @@ def test_a_temporary_failure_is_retried() -> None:
     with pytest.raises(PermissionError, match="NoCredentialsError: none found"):
         with_retries("memory://a", lambda: work(no_keys("none found"), 9))
     assert len(calls) == 1
+
+
+def test_folders_are_created_where_a_file_system_has_them(tmp_path: Path) -> None:
+    class Disk(LocalFileSystem):
+        """A file system with folders, such as sftp, which creates none by itself."""
+
+        protocol = "disk"
+
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> Any:
+            return super()._strip_protocol(str(path).replace("disk://share", str(tmp_path / "share"), 1))
+
+    fsspec.register_implementation("disk", Disk, clobber=True)
+    (tmp_path / "share").mkdir()
+    trainer(arguments(output_dir="disk://share/deep/runs", num_train_epochs=1)).fit()
+    result = trainer(arguments(output_dir="disk://share/deep/runs", num_train_epochs=2, resume="extend")).fit()
+    assert result.state.step == 10
+    assert len(list((tmp_path / "share" / "deep" / "runs").glob("*/checkpoints/*/manifest.json"))) == 2
 
 
 def test_secrets_are_masked() -> None:

@@ -115,6 +115,17 @@ def test_two_ranks_save_and_one_resumes(bucket: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_misspelt_bucket_is_not_created(bucket: str) -> None:
+    for write in (
+        lambda path: path.write_bytes(b"a"),
+        lambda path: path.create(b"a"),
+        lambda path: path.put(Path(__file__)),
+    ):
+        with pytest.raises(FileNotFoundError):
+            write(path_at(f"{bucket}-misspelt/folder/file"))
+    assert not path_at(f"{bucket}-misspelt").exists()
+
+
 def test_shards(bucket: str) -> None:
     state: Any = f"{bucket}/shards/state"
     runs = run_forked(lambda: run_sharded(engine(SHARDED), 3, {2: state}), timeout=60)

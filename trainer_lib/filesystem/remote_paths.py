@@ -157,7 +157,9 @@ class RemotePath:
         """Open a file for reading ("rb") or writing ("wb"); `buffering` is ignored: the file system chooses."""
         del buffering
         files, root = _file_system(str(self))
-        return files.open(root, "rb") if mode == "rb" else _Upload(files.open(root, mode))
+        if mode == "rb":
+            return files.open(root, "rb")
+        return _Upload(_in_folder(files, root, lambda: files.open(root, mode)))
 
     def read_bytes(self) -> bytes:
         """Return the contents of a file."""
@@ -169,13 +171,13 @@ class RemotePath:
 
     def write_bytes(self, data: bytes) -> int:
         """Write a file atomically: readers see the old contents or the new."""
-        self._ask(lambda files, root: files.pipe_file(root, data))
+        self._write(lambda files, root: files.pipe_file(root, data))
         return len(data)
 
     def create(self, data: bytes) -> bool:
         """Write a file unless it exists, by a conditional write; return whether it was written."""
         try:
-            self._ask(lambda files, root: files.pipe_file(root, data, mode="create"))
+            self._write(lambda files, root: files.pipe_file(root, data, mode="create"))
         except FileExistsError:
             return False
         return True
@@ -190,11 +192,12 @@ class RemotePath:
 
     def put(self, source: Path) -> None:
         """Copy a file from this machine."""
-        self._ask(lambda files, root: files.put_file(str(source), root))
+        self._write(lambda files, root: files.put_file(str(source), root))
 
     def copy(self, to: "RemotePath") -> None:
         """Copy a file, within the storage if it can."""
-        self._ask(lambda files, root: files.cp_file(root, _file_system(str(to))[1]))
+        target = _file_system(str(to))[1]
+        self._ask(lambda files, root: _in_folder(files, target, lambda: files.cp_file(root, target)))
 
     def replace(self, target: "RemotePath") -> "RemotePath":
         """Rename a file."""
@@ -235,6 +238,9 @@ class RemotePath:
             return question(files, root)
 
         return with_retries(str(self), asked)
+
+    def _write(self, write: Callable[[Any, str], object]) -> None:
+        self._ask(lambda files, root: _in_folder(files, root, lambda: write(files, root)))
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of a file or folder; nothing if it does not exist."""
@@ -407,6 +413,21 @@ def _refuse_cut_url(path: Path) -> None:
 def _relative_name(root: str, name: str) -> str:
     """Return the name of an entry relative to the folder that was listed."""
     return name.strip("/").removeprefix(root.strip("/")).strip("/")
+
+
+def _in_folder(files: Any, root: str, write: Callable[[], _Result]) -> _Result:
+    """Write a file, and create its folder if that is missing, in file systems that have folders; object stores have none.
+
+    The folder is created inside of one that exists, so that a misspelt bucket is not created.
+    """
+    try:
+        return write()
+    except FileNotFoundError:
+        folders = [str(folder) for folder in PurePosixPath(root).parents if folder.name]
+        if not folders or files.isdir(folders[0]) or not any(map(files.isdir, folders[1:])):
+            raise
+        files.makedirs(folders[0], exist_ok=True)
+        return write()
 
 
 def _is_file(facts: dict[str, Any]) -> bool:
