@@ -416,7 +416,7 @@ def _relative_name(root: str, name: str) -> str:
 
 
 def _in_folder(files: Any, root: str, write: Callable[[], _Result]) -> _Result:
-    """Write a file, and create its folder if that is missing, in file systems that have folders; object stores have none.
+    """Write a file, and create its folder if that is missing, in a file system that has folders.
 
     The folder is created inside of one that exists, so that a misspelt bucket is not created.
     """
