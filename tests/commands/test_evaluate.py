@@ -148,3 +148,6 @@ def test_what_is_no_run_and_a_missing_script_are_errors(job: Path, capsys: pytes
     output(start(dies_at=6), code=9)
     assert main(["evaluate", "runs", "--watch"]) == 2
     assert "No script was given." in capsys.readouterr().err
+    Path("loop.py").write_text("print('a loop of its own')")
+    assert main(["evaluate", "runs", "--cpu", "--num_processes", "1", "loop.py"]) == 1
+    assert "the script ended without Trainer.fit(), so nothing is evaluated." in capsys.readouterr().err

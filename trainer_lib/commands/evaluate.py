@@ -1,7 +1,10 @@
 """The command `trainer-lib evaluate`: evaluate the checkpoints of a run in a program of its own."""
 
 import argparse
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.commands.launch.launch import launch_command
@@ -24,10 +27,19 @@ def run(arguments: Sequence[str]) -> int:
     if not command:
         raise ConfigurationError("No script was given. Name the one that trains: trainer-lib evaluate RUN SCRIPT.")
     options.training_script, *options.training_script_args = command
-    with environment.patch_environment(
-        **{environment.EVALUATED_RUN: str(folder), environment.WATCHED_RUN: "1" if options.watch else "0"}
-    ):
-        launch_command(options)
+    with tempfile.TemporaryDirectory(prefix="trainer_lib-evaluate-") as place:
+        begun = Path(place, "begun")
+        variables = {
+            environment.EVALUATED_RUN: str(folder),
+            environment.WATCHED_RUN: "1" if options.watch else "0",
+            environment.EVALUATION_BEGUN: str(begun),
+        }
+        with environment.patch_environment(**variables):
+            launch_command(options)
+        if not begun.exists():
+            why = "the script ended without Trainer.fit(), so nothing is evaluated"
+            print(f"trainer-lib evaluate: error: {why}.", file=sys.stderr)
+            return 1
     return 0
 
 

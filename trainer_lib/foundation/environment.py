@@ -46,6 +46,7 @@ _SHARDING_COUNTS = {"fsdp_version": "FSDP_VERSION", "size_from": "FSDP_MIN_NUM_P
 CHECK_REPORT = "TRAINER_LIB_CHECK_REPORT"  # asks the first `fit` of a script for a check
 EVALUATED_RUN = "TRAINER_LIB_EVALUATED_RUN"  # asks it to evaluate the checkpoints of this run
 WATCHED_RUN = "TRAINER_LIB_WATCHED_RUN"  # "1": until the run is finished
+EVALUATION_BEGUN = "TRAINER_LIB_EVALUATION_BEGUN"  # the file that tells that there was such a `fit`
 
 # What a report of the environment shows.
 _WORLD_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FORK_LAUNCHED")
@@ -294,6 +295,11 @@ def evaluated_run() -> tuple[str, bool] | None:
     """
     path = os.environ.get(EVALUATED_RUN)
     return (path, os.environ.get(WATCHED_RUN) == "1") if path else None
+
+
+def tell_of_evaluation() -> None:
+    """Tell `trainer-lib evaluate` on this machine that the script has called `fit`."""
+    Path(os.environ[EVALUATION_BEGUN]).touch()
 
 
 def elastic_attempt() -> str | None:

@@ -54,6 +54,8 @@ def answer(trainer: TrainerInterface) -> None:
     elif evaluated is not None:
         from trainer_lib.trainer.tools.evaluate_run import evaluate_run
 
+        if trainer.accelerator.is_local_main_process:
+            environment.tell_of_evaluation()
         evaluate_run(trainer, *evaluated)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
