@@ -14,7 +14,7 @@ from trainer_lib import UnsupportedError
 from trainer_lib.foundation.errors import MissingPackageError
 from trainer_lib.options import fp8_options
 from trainer_lib.options.fp8_options import TERecipeKwargs
-from trainer_lib.precision import choose_precision, transformer_engine
+from trainer_lib.precision import choose_precision, transformer_engine_fp8
 from trainer_lib.utils import apply_fp8_autowrap, contextual_fp8_autocast, convert_model
 
 
@@ -49,7 +49,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name, module in {"": package, ".pytorch": layers, ".common": common}.items():
         monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     vars(package).update(pytorch=layers, common=common)
-    for module in (transformer_engine, fp8_options):
+    for module in (transformer_engine_fp8, fp8_options):
         monkeypatch.setattr(module, "is_transformer_engine_available", lambda: True)
     return entered
 
@@ -79,7 +79,7 @@ def test_layers_are_replaced_and_back_with_their_weights(contexts: list[Any]) ->
 
 
 def test_a_prepared_model_computes_in_fp8_while_it_trains(contexts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer_engine, "check_cuda_fp8_capability", lambda: True)
+    monkeypatch.setattr(transformer_engine_fp8, "check_cuda_fp8_capability", lambda: True)
     precision = choose_precision("fp8", "cpu", fp8=TERecipeKwargs(margin=2, fp8_format="E4M3"))
     model = network().float()
     precision.cast(model)
@@ -98,7 +98,7 @@ def test_a_missing_package_or_gpu_is_named(contexts: list[Any], monkeypatch: pyt
     del contexts
     with pytest.raises(UnsupportedError, match=r"this cpu device does not\. torchao emulates fp8 on a CPU"):
         choose_precision("fp8", "cpu", fp8=TERecipeKwargs())
-    monkeypatch.setattr(transformer_engine, "is_transformer_engine_available", lambda: False)
+    monkeypatch.setattr(transformer_engine_fp8, "is_transformer_engine_available", lambda: False)
     for call in (
         lambda: convert_model(network()),
         lambda: apply_fp8_autowrap(network(), None),

@@ -13,7 +13,7 @@ from trainer_lib.commands.subcommands import make_parser
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.setting import SWITCH, Setting
+from trainer_lib.launchers.settings.setting import SWITCH, Setting
 from trainer_lib.runs.run_status import is_run
 
 _WATCH = Setting(name="watch", group="evaluate", kind=SWITCH, help="wait for further checkpoints", key=None)
