@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from tests.trainer.fit.test_exact_updates import IGNORED, arguments, train
 from tests.worlds import run_world
 from trainer_lib import Trainer
-from trainer_lib.trainer.losses.label_shift import LabelShift, shifts_labels
+from trainer_lib.trainer.losses.label_shift import LabelShift, probing, shifts_labels
 
 # Sizes, under the names that configurations have for them.
 _SIZES = {
@@ -234,3 +234,12 @@ def test_the_label_shift_of_every_head_of_transformers_is_detected(request: pyte
     assert not wrong
     assert len(judged) > 120 / every
     assert 10 / every < sum(not shifts for shifts in judged.values()) < len(judged) - 60 / every
+
+
+def test_a_model_that_is_probed_draws_afterwards_what_it_would_have() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    model.drawn_from = torch.Generator().manual_seed(3)
+    before = model.drawn_from.get_state()
+    with probing(model):
+        torch.rand(4, generator=model.drawn_from)
+    assert torch.equal(model.drawn_from.get_state(), before)
