@@ -81,6 +81,14 @@ def test_every_byte_of_the_manifest_counts(state: Path, trials: Trials, ledger: 
             ledger.note("damage", "a bit of each byte of a manifest", injected=1, noticed=1, named=1)
 
 
+def test_a_pipe_in_place_of_the_manifest_is_refused(state: Path) -> None:
+    (state / "manifest.json").unlink()
+    os.mkfifo(state / "manifest.json")
+    for read in (read_manifest, open_state, verify_state):
+        with pytest.raises(DamagedError, match="it is not a regular file"):
+            read(state)
+
+
 def test_a_damaged_checkpoint_is_not_loaded(state: Path, tmp_path: Path, trials: Trials, ledger: Ledger) -> None:
     accelerator, *_ = trained(tmp_path, updates=3)
     before = digest(accelerator)

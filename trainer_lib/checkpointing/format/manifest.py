@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
@@ -129,6 +130,8 @@ def read_manifest(folder: AnyPath) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     try:
+        if isinstance(path, Path) and path.exists() and not path.is_file():  # a pipe would block the reader
+            raise DamagedError(f"{path} is not the manifest of a checkpoint: it is not a regular file.")
         text = path.read_bytes()
     except OSError as error:
         if not says_damaged(error):
