@@ -238,6 +238,24 @@ def test_a_run_resumes_within_a_round_bit_by_bit(tmp_path: Path, ema: bool) -> N
     assert all(map(torch.equal, resumed[0][1][0], resumed[1][1][0]))  # both ranks end with the same weights
 
 
+def _history(folder: str, stops_at: int | None = None) -> list[dict[str, Any]]:
+    args = arguments(max_steps=6, local_sgd_steps=4, output_dir=folder, save_every=2, log_every=3, resume="auto")
+    callbacks = [] if stops_at is None else [Dies(stops_at)]
+    with contextlib.suppress(InterruptedError):
+        return trainer(args, train_dataset=points(48), callbacks=callbacks).fit().history
+    return []
+
+
+def test_all_ranks_log_the_mean_of_their_gradient_norms_also_after_a_resume(tmp_path: Path) -> None:
+    whole = run_world(_history, (str(tmp_path / "whole"),))
+    run_world(_history, (parts := str(tmp_path / "parts"), 5))
+    for resumed in run_world(_history, (parts,)):
+        assert [(entry["loss"], entry["grad_norm"]) for entry in resumed] == [
+            (entry["loss"], entry["grad_norm"]) for entry in whole[0]
+        ]
+    assert [entry["grad_norm"] for entry in whole[1]] == [entry["grad_norm"] for entry in whole[0]]
+
+
 def _freezing(outer: float | None, folder: str | None = None, stops_at: int | None = None) -> dict[int, list[Tensor]]:
     options: dict[str, Any] = {"max_steps": 9, "ddp": DistributedDataParallelKwargs(find_unused_parameters=True)}
     if folder is not None:

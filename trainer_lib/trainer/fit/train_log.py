@@ -1,5 +1,6 @@
 """Logging of a fit: the means since the last log, with what ranks found out meanwhile."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -68,8 +69,7 @@ class TrainLog:
             )
         if not values:  # nothing since the last time
             return
-        if run.grad_norm is not None:
-            values["grad_norm"] = float(run.grad_norm)
+        values |= self._grad_norm()
         try:
             self._context.events.fire("on_log", run, values)
         finally:  # a callback that raises does not lose them: they are no longer in the means
@@ -87,10 +87,17 @@ class TrainLog:
 
     def state_dict(self) -> dict[str, float]:
         """Return the norm of the last gradients, which the next log reports if no update comes before it."""
-        norm = self._run.grad_norm
-        return {} if norm is None else {"grad_norm": float(norm)}
+        return self._grad_norm()
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load what `state_dict` returned; checkpoints of earlier versions lack it."""
         if "grad_norm" in state:
             self._run.grad_norm = torch.tensor(state["grad_norm"], dtype=torch.float64)
+
+    def _grad_norm(self) -> dict[str, float]:
+        """Return the norm of the last gradients, if there is one; of ranks that train by themselves, the mean."""
+        norms = [None if self._run.grad_norm is None else float(self._run.grad_norm)]
+        if self._run.args.local_sgd_steps is not None:
+            norms = self._context.group.all_gather_objects(norms[0])
+        known = [norm for norm in norms if norm is not None]
+        return {"grad_norm": math.fsum(known) / len(known)} if known else {}
