@@ -205,6 +205,10 @@ def test_weights_that_something_else_changes_are_copied_at_once(tmp_path: Path) 
         assert LateCopies.made == 0
 
 
+def test_weights_that_the_backward_updates_are_copied_at_once(tmp_path: Path) -> None:
+    assert_same_in_background(tmp_path, 0, optimizer_in_backward=True, max_grad_norm=None)
+
+
 class ClampsOnce(Callback):
     """An observer that changes a weight, which observers must not do."""
 

@@ -26,7 +26,8 @@ class OverlappedSaves:
     def __init__(self, context: FitContext) -> None:
         self._context, self._saves = context, context.accelerator.checkpoints.background
         self._optimizers = [optimizer.optimizer for optimizer in context.run.optimizers.values()]
-        self._is_possible = _is_possible(context, self._optimizers)
+        updates_in_backward = any(optimizer.updates_in_backward for optimizer in context.run.optimizers.values())
+        self._is_possible = not updates_in_backward and _is_possible(context, self._optimizers)
         self._weights = [
             weight
             for optimizer in self._optimizers
