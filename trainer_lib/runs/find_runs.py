@@ -43,7 +43,9 @@ def find_runs(output_dir: AnyPath) -> list[FoundRun]:
     """
     files, checkpoints = output_dir.glob(f"*/{RUN_FILE}"), output_dir.glob(f"*/{CHECKPOINTS}")
     folders = dict.fromkeys(path.parent for path in (*files, *checkpoints))
-    return sorted((_load(folder) for folder in folders), key=lambda found: _order(found.run))
+    links_first = sorted(folders, key=lambda folder: folder.name == folder.resolve().name)
+    runs = {folder.resolve(): folder for folder in links_first}  # a link such as "latest" is no second run
+    return sorted((_load(folder) for folder in runs.values()), key=lambda found: _order(found.run))
 
 
 def read_run(folder: AnyPath, what: Any) -> RunFolder:
@@ -56,11 +58,22 @@ def read_run(folder: AnyPath, what: Any) -> RunFolder:
 
 def _load(folder: AnyPath) -> FoundRun:
     try:
-        return FoundRun(RunFolder(folder, read_facts(folder / RUN_FILE)))
+        run = RunFolder(folder, read_facts(folder / RUN_FILE))
+        _check_owner(run)
     except UnreachableError:
         raise
     except CheckpointError as error:
         return FoundRun(RunFolder(folder, _rebuilt_facts(folder)), str(error))
+    return FoundRun(run)
+
+
+def _check_owner(run: RunFolder) -> None:
+    """Raise if a run file is that of another run: neither the folder nor any checkpoint in it has its id."""
+    if run.run_id == run.path.name or run.checkpoints():
+        return
+    others = RunFolder(run.path).checkpoints()
+    if others:
+        raise CheckpointError(f"it is the file of the run {run.run_id}, and {others[-1].name} belongs to another run")
 
 
 def _rebuilt_facts(folder: AnyPath) -> dict[str, Any]:

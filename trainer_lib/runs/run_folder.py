@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import committed
-from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.checkpointing.format.manifest import Manifest, read_manifest
 from trainer_lib.checkpointing.storage.storage import storage_of
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, UnreachableError
@@ -84,18 +84,17 @@ class RunFolder:
         return next((path for path in reversed(self.checkpoints()) if not _has_nonfinite(path)), None)
 
     def checkpoints(self) -> list[AnyPath]:
-        """Return the checkpoints of this run, oldest first, without those of other runs in this folder."""
+        """Return the checkpoints of this run by the steps in their manifests, without those of other runs."""
         states = [path for path in storage_of(self.path / CHECKPOINTS).states() if re.fullmatch(_NAME, path.name)]
         names = {path.name.removesuffix(".replaced") for path in states}
         folders = [self.path / CHECKPOINTS / name for name in sorted(names, key=lambda name: (len(name), name))]
         present = [committed(folder) or folder for folder in folders]
-        return [folder for folder in present if not self._is_of_another(folder)]
+        manifests = {folder: _manifest_or_none(folder) for folder in present}
+        own = [folder for folder in present if not self._is_of_another(manifests[folder])]
+        return sorted(own, key=lambda folder: _step(folder, manifests[folder]))
 
-    def _is_of_another(self, folder: AnyPath) -> bool:
-        try:
-            run_id = read_manifest(folder).run_id
-        except CheckpointError:  # its run is unknown
-            return False
+    def _is_of_another(self, manifest: Manifest | None) -> bool:
+        run_id = None if manifest is None else manifest.run_id
         return None not in (run_id, self.facts.get("run_id")) and run_id != self.run_id
 
     def write(self, **facts: Any) -> None:
@@ -114,6 +113,20 @@ def recorded_checkpoint(folder: AnyPath, recorded: str) -> AnyPath:
     path = path_at(recorded)
     moved = folder / CHECKPOINTS / path.name
     return moved if moved.is_dir() else path
+
+
+def _manifest_or_none(folder: AnyPath) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+def _step(folder: AnyPath, manifest: Manifest | None) -> int:
+    """Return the step of a checkpoint, whose folder may have been renamed; that of its name if it is damaged."""
+    if manifest is not None and manifest.schema >= 3:  # before, manifests counted backward passes
+        return manifest.step
+    return int(folder.name.removesuffix(".replaced").rpartition("-")[2])
 
 
 def _has_nonfinite(folder: AnyPath) -> bool:

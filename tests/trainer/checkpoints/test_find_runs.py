@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
+from trainer_lib.checkpointing.format.listing import checkpoints_by_run
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
 from trainer_lib.runs import find_runs
@@ -129,3 +130,32 @@ def test_a_copied_run_resumes_from_its_own_checkpoints(unfinished: Path) -> None
     shutil.copytree(unfinished, unfinished.with_name("copy"))
     shutil.rmtree(unfinished)
     assert fit(unfinished.parent, "auto", model=network()) == 6
+
+
+def test_renamed_checkpoints_are_ordered_by_the_steps_in_their_manifests(unfinished: Path) -> None:
+    checkpoints = unfinished / "checkpoints"
+    (checkpoints / "checkpoint-00000004").rename(checkpoints / "checkpoint-00000099")
+    (checkpoints / "checkpoint-00000006").rename(checkpoints / "checkpoint-00000001")
+    (listed,) = checkpoints_by_run(unfinished)
+    assert [checkpoint.step for checkpoint in listed if checkpoint.kept] == [6]
+    assert listed[-1].step == 6
+    assert fit(unfinished.parent, "auto") == 6
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_the_run_json_of_another_run_is_not_taken_for_that_of_the_folder(
+    is_finished: bool, unfinished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(unfinished.parent.with_name("others"), dies_at=None if is_finished else 3)
+    (other,) = unfinished.parent.with_name("others").iterdir()
+    shutil.copy(other / "run.json", unfinished / "run.json")
+    assert fit(unfinished.parent, "auto") == 6
+    assert f"it is the file of the run {other.name}, and checkpoint-00000006 belongs to another run" in caplog.text
+    (found_run,) = find_runs(unfinished.parent)
+    assert (found_run.problem, found_run.run.run_id) == (None, unfinished.name)
+
+
+def test_a_link_to_a_run_is_no_second_run(unfinished: Path) -> None:
+    (unfinished.parent / "latest").symlink_to(unfinished.name)
+    (found_run,) = find_runs(unfinished.parent)
+    assert found_run.run.path == unfinished

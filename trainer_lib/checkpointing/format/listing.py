@@ -128,7 +128,7 @@ def _checkpoint_folders(folder: AnyPath) -> list[AnyPath]:
 
 def _groups_in(folder: AnyPath) -> list[list[CheckpointSummary]]:
     """Return the checkpoints in a folder by run; those of an unknown run go with the newest known run."""
-    checkpoints = [_summary(path) for path in sorted(_candidates(folder), key=_order)]
+    checkpoints = sorted(map(_summary, _candidates(folder)), key=_order)
     known = [checkpoint.run_id for checkpoint in checkpoints if checkpoint.run_id is not None]
     groups: dict[str | None, list[CheckpointSummary]] = {}
     for checkpoint in checkpoints:
@@ -147,9 +147,12 @@ def _candidates(folder: AnyPath) -> Iterator[AnyPath]:
             yield path
 
 
-def _order(path: AnyPath) -> tuple[int, str]:
-    match = _NAME.match(path.name)
-    return (int(match[1]) if match else -1, path.name)
+def _order(checkpoint: CheckpointSummary) -> tuple[int, str]:
+    """Order the checkpoints of a run by their steps, since folders may have been renamed, and others by their names."""
+    name = checkpoint.path.name
+    match = _NAME.match(name)
+    number = int(match[1]) if match else -1
+    return (number if checkpoint.run_id is None or checkpoint.step is None else checkpoint.step, name)
 
 
 def _with_reasons(checkpoints: list[CheckpointSummary]) -> list[CheckpointSummary]:
