@@ -1,10 +1,11 @@
 """The faults: damage to files, failing disks, and kills during a save."""
 
+import contextlib
 import os
 import random
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def full_disk(project: Path) -> None:
 def unlimited() -> None:
     """Let them grow again."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def files_limited_to(size: int) -> Generator[None]:
+    """Let no file of this process grow beyond so many bytes, as on a disk that is full for a while."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def failing_disk(project: Path) -> None:
