@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.faults.injuries import files_limited_to
 from tests.launched import PYTHON_PATH
 from tests.tracking.misbehaving import Misbehaving, steps, taken
 from trainer_lib.commands.main import main
@@ -386,6 +387,64 @@ def test_the_process_of_a_tracker_that_hangs_ends_with_the_run(tmp_path: Path) -
 
 
 @pytest.mark.fault("a kill between making a spool and writing its first line")
+def test_values_that_a_full_disk_does_not_take_are_kept_in_memory_until_it_does(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool" / "a.jsonl", {"format": "trainer_lib.spool"})
+    with files_limited_to(10):
+        spool.add([Entry("log", {"loss": 1.0}, 1, 0.0, {})])
+        assert list((tmp_path / "spool").iterdir()) == []
+    spool.add([Entry("log", {"loss": 1.0}, 2, 0.0, {})])
+    assert spool.path is not None
+    with files_limited_to(spool.path.stat().st_size + 10):
+        spool.add([Entry("log", {"loss": 1.0}, step, 0.0, {}) for step in (3, 4)])
+        assert [json.loads(line)["step"] for line in read_spool(spool.path)[1]] == [1, 2]
+    spool.close()
+    assert [json.loads(line)["step"] for line in read_spool(spool.path)[1]] == [1, 2, 3, 4]
+    assert (len(spool), spool.lost) == (4, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # of TensorBoard's writer
+@pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
+def test_a_disk_that_is_full_for_a_while_costs_no_values(tmp_path: Path, name: str) -> None:
+    trackers = TrackerGroup(name, "project", tmp_path, patience=PATIENT)
+    written = tmp_path / ("project.jsonl" if name == "jsonl" else "project")
+    trackers.log({"loss": 1.0}, step=0)
+    worker = trackers.trackers[0].delivery_worker
+    worker.wait_for_start(30)
+    until(lambda: not worker.last_error and 0 in _logged(written))
+    size = written.stat().st_size if name == "jsonl" else next(written.glob("*tfevents*")).stat().st_size
+    with files_limited_to(size + 20):
+        for step in range(1, 50):
+            trackers.log({"loss": 1.0}, step=step)
+        until(lambda: bool(worker.last_error))
+    trackers.finish()
+    assert worker.missing == 0
+    assert sorted(set(_logged(written))) == list(range(50))
+    if name == "jsonl":
+        assert _logged(written) == list(range(50))
+
+
+def _logged(path: Path) -> list[int]:
+    if path.suffix == ".jsonl":
+        return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    events = (event for file in sorted(path.glob("*tfevents*")) for event in EventFileLoader(str(file)).Load())
+    return [event.step for event in events if event.HasField("summary") and event.summary.value[0].tag == "loss"]
+
+
+@pytest.mark.parametrize("where", ["start", "log", "finish"])
+def test_a_tracker_that_ends_its_program_is_one_that_fails(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trackers = group(tmp_path, QUICK, how=f"exit in {where}")
+    trackers.log({"loss": 1.0}, step=1)
+    if where != "finish":
+        until(lambda: "fails, and training continues" in caplog.text)
+    trackers.finish()
+    assert "SystemExit: not logged in" in caplog.text
+    assert spooled(tmp_path) == ([] if where == "finish" else [1])
+
+
 def test_an_empty_spool_file_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "spool" / "jsonl.jsonl"
     path.parent.mkdir()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import append_text, replace_file
 from trainer_lib.tracking.base import BuiltInTracker, Point, on_main_process
 from trainer_lib.tracking.delivery.plain_values import json_safe
 
@@ -81,8 +81,7 @@ class JsonlTracker(BuiltInTracker):
 
     def _write(self, lines: list[Mapping[str, Any]]) -> None:
         text = "".join(f"{json.dumps(json_safe(dict(line)), ensure_ascii=False, allow_nan=False)}\n" for line in lines)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        append_text(self.path, text)
 
     def _is_kept(self, line: str) -> bool:
         try:

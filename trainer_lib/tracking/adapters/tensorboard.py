@@ -1,13 +1,34 @@
 """TensorBoard tracker."""
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.foundation.imports import require
 from trainer_lib.tracking.base import BuiltInTracker, Point, on_main_process
 from trainer_lib.tracking.delivery.plain_values import flat
+
+
+def _writing(method: Callable[..., None]) -> Callable[..., None]:
+    """Flush what a method writes; after an error open another file, as the writer of this one has lost its thread."""
+
+    @functools.wraps(method)
+    def write(self: "TensorBoardTracker", *args: Any, **kwargs: Any) -> None:
+        if self.writer is None:
+            self.start()
+        try:
+            method(self, *args, **kwargs)
+            self.tracker.flush()
+        except OSError:
+            failed, self.writer = self.tracker, None
+            with suppress(AttributeError, OSError):  # `log_points` may have called `log`
+                failed.close()
+            raise
+
+    return write
 
 
 class TensorBoardTracker(BuiltInTracker):
@@ -51,8 +72,10 @@ class TensorBoardTracker(BuiltInTracker):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.writer = SummaryWriter(self.logging_dir, **self._options)
+        self._options.pop("purge_step", None)  # the file after an error continues this one
 
     @on_main_process
+    @_writing
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the settings as hyperparameters, as text, and as `hparams.yml`."""
         import yaml
@@ -62,10 +85,10 @@ class TensorBoardTracker(BuiltInTracker):
         for summary in hparams(known, {}):
             self.writer.file_writer.add_summary(summary)
         self.writer.add_text("settings", f"```json\n{json.dumps(values, indent=2, default=str)}\n```")
-        self.writer.flush()
         Path(self.logging_dir, "hparams.yml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
     @on_main_process
+    @_writing
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers as scalars, and texts as text."""
         for name, value in flat(values).items():
@@ -73,9 +96,9 @@ class TensorBoardTracker(BuiltInTracker):
                 self.writer.add_text(name, value, global_step=step, **kwargs)
             else:
                 self.writer.add_scalar(name, value, global_step=step, **kwargs)
-        self.writer.flush()
 
     @on_main_process
+    @_writing
     def log_points(self, points: Sequence[Point]) -> None:
         """Write the values of several calls, one event each."""
         summaries = require("tensorboard.compat.proto.summary_pb2", self.extra)
@@ -91,9 +114,9 @@ class TensorBoardTracker(BuiltInTracker):
             for name, value in point.values.items():
                 if isinstance(value, str):
                     self.writer.add_text(name, value, point.step, walltime=point.time)
-        self.writer.flush()
 
     @on_main_process
+    @_writing
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write an image or several per name. With `dataformats`, arrays are passed as they are."""
         for name, value in values.items():
@@ -105,9 +128,9 @@ class TensorBoardTracker(BuiltInTracker):
                 self.writer.add_images(name, value, global_step=step, **kwargs)
             else:
                 self.writer.add_image(name, value, global_step=step, **kwargs)
-        self.writer.flush()
 
     @on_main_process
+    @_writing
     def log_table(
         self, table_name: str, columns: list[str], data: list[list[Any]], step: int | None = None, **kwargs: Any
     ) -> None:
@@ -115,7 +138,6 @@ class TensorBoardTracker(BuiltInTracker):
         rows = [columns, ["---"] * len(columns), *data]
         text = "\n".join("| " + " | ".join(_cell(cell) for cell in row) + " |" for row in rows)
         self.writer.add_text(table_name, text, global_step=step, **kwargs)
-        self.writer.flush()
 
     @on_main_process
     def finish(self) -> None:

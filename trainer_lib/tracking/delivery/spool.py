@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import append_text, replace_file
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
@@ -33,7 +33,8 @@ class Spool:
         self._lines: list[str] = []  # undelivered entries
         self._lock = threading.Lock()
         self.lost = 0
-        self._is_written = False  # whether the file holds them
+        self._is_written = False  # whether the file holds them, but for the newest that a full disk did not take
+        self._is_behind = False  # whether it lacks those
         if path is not None and path.is_file() and path.stat().st_size:  # an empty file is left by a kill
             self._take_over(path)
 
@@ -61,8 +62,8 @@ class Spool:
                     self._append(self.path, lines)
                     return
                 except OSError:  # a full disk: continue in memory
-                    self.path = None
-            excess = max(0, len(self._lines) - _MEMORY_LIMIT) if self.path is None else 0
+                    self._is_behind = True
+            excess = max(0, len(self._lines) - _MEMORY_LIMIT) if self._is_behind or self.path is None else 0
             self.lost += excess
             del self._lines[:excess]
 
@@ -77,24 +78,36 @@ class Spool:
             del self._lines[:count]
             if not self._lines and self.path is not None and self._is_written:
                 self.path.unlink(missing_ok=True)
-                self._is_written = False
+                self._is_written = self._is_behind = False
 
     def close(self) -> None:
         """Rewrite the file with the undelivered entries only."""
         with self._lock:
-            if self.path is not None and self._is_written:
-                with contextlib.suppress(OSError):  # delivered entries are then sent twice, which is harmless
-                    replace_file(self.path, self._write)
+            if self.path is None or not (self._is_written or self._lines):
+                return
+            try:
+                self._rewrite(self.path)
+            except OSError:  # if it holds delivered entries, these are sent twice, which is harmless
+                if self._is_behind:
+                    self.path = None
 
     def _append(self, path: Path, lines: list[str]) -> None:
-        if self._is_written:
-            with path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = _claim(path)  # another tracker of this name may have created it
-        self._write(self.path)
-        self._is_written = True
+        if self._is_written and not self._is_behind:
+            append_text(path, "".join(f"{line}\n" for line in lines))
+        else:
+            self._rewrite(path)
+
+    def _rewrite(self, path: Path) -> None:
+        if not self._is_written:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = path = _claim(path)  # another tracker of this name may have created it
+        try:
+            replace_file(path, self._write)
+        except OSError:
+            if not self._is_written:
+                path.unlink(missing_ok=True)
+            raise
+        self._is_written, self._is_behind = True, False
 
     def _write(self, path: Path) -> None:
         text = "".join(f"{line}\n" for line in [json.dumps(self._header), *self._lines])
@@ -110,8 +123,10 @@ class Spool:
         else:
             if header.get("token") == self._header.get("token"):
                 self._lines, self._is_written = lines, True
-                with contextlib.suppress(OSError):  # the next line is not appended to one that a kill has cut
+                try:
                     replace_file(path, self._write)
+                except OSError:  # the next line is not appended to one that a kill has cut
+                    self._is_behind = True
                 return
         self.path = next(name for name in _names(path) if not name.exists())
 
