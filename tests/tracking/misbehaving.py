@@ -62,6 +62,8 @@ class Misbehaving(BuiltInTracker):
             time.sleep(HANG)
         if self.how == f"raise in {where}" or (self.how == "away" and self.path.with_name("away").exists()):
             raise ConnectionError("nobody is there")
+        if self.how == f"exit in {where}":
+            raise SystemExit("not logged in")
         if self.how == f"die in {where}" and not self.path.with_name("died").exists():
             self.path.with_name("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)

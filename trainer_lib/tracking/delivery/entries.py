@@ -132,7 +132,7 @@ def _call(tracker: Any, entry: Entry) -> None:
             target(*content["args"], **entry.kwargs)
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

@@ -168,7 +168,7 @@ class Worker:
             try:
                 self._start()
                 sent = self._send_spooled() or self._send_queued()
-            except Exception as error:  # noqa: BLE001  # a tracker may raise anything
+            except BaseException as error:  # noqa: BLE001  # a tracker may raise anything, also SystemExit
                 self._record_failure(error)
                 if is_last and not (self._is_started and self._failures <= _POISON):
                     return  # otherwise a single entry may be what it rejects
@@ -252,7 +252,7 @@ class Worker:
         if self._is_started:
             try:
                 self.delivery.finish(outcome, self.patience.finish)
-            except Exception as error:  # noqa: BLE001  # a tracker may raise anything
+            except BaseException as error:  # noqa: BLE001  # a tracker may raise anything, also SystemExit
                 if not self._is_cut:
                     self.last_error = self.last_error or _reason(error)
                     self._warn(f"it failed to finish: {_reason(error)}")
@@ -260,7 +260,7 @@ class Worker:
 
     # -- when it fails -------------------------------------------------------------------------------------------
 
-    def _record_failure(self, error: Exception) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         if self._is_cut:
             return
         self._failures += 1
@@ -358,5 +358,5 @@ class Worker:
         )  # fmt: skip
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, DeliveryError) else describe_error(error)

@@ -103,7 +103,7 @@ class LocalDelivery:
         calls = EntryCalls(self.tracker, entries)
         try:
             calls.make()
-        except Exception as error:
+        except BaseException as error:  # a package that ends its program raises SystemExit
             raise DeliveryError(describe_error(error), calls.done) from error
 
     def computes(self, seconds: float) -> bool:
