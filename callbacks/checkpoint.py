@@ -40,6 +40,7 @@ class Checkpoint(Callback):
     on_step_end: Any
 
     saves_checkpoints: ClassVar[bool] = True
+    exclusive_group: ClassVar[str | None] = "decide which checkpoints are kept"
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.callbacks.loops import go_through, running
+from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import Checkpoint
@@ -329,3 +330,31 @@ def test_rank_0_deletes_and_all_ranks_keep_the_same_list(tmp_path: Path) -> None
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Checkpoint(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_last": 10}, r"keep_last=10 has no effect, because callbacks has a Checkpoint, whose keep_last is 2\."),
+        (
+            {"keep_every": "9 steps"},
+            r"keep_every='9 steps' has no effect.*keep_every is None.* keep_every='9 steps', or",
+        ),
+    ],
+)
+def test_arguments_that_a_given_checkpoint_would_overrule_are_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    given = Checkpoint(keep_last=2)
+    with pytest.raises(ConfigurationError, match=words):
+        trainer(arguments(output_dir=tmp_path, **options), callbacks=[given])
+    trainer(arguments(output_dir=tmp_path, keep_last=2), callbacks=[given])
+
+
+def test_two_checkpoints_would_delete_each_others(tmp_path: Path) -> None:
+    class Ours(Checkpoint):
+        pass
+
+    trainer(arguments(output_dir=tmp_path), callbacks=[Ours(keep_last=2)])  # it replaces the default
+    with pytest.raises(ConfigurationError, match="only one can decide which checkpoints are kept"):
+        trainer(arguments(output_dir=tmp_path), callbacks=[Checkpoint(metric="eval_f1"), Ours(keep_last=2)])

@@ -34,10 +34,10 @@ from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 
 def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
-    """Return the given callbacks and the default ones, without defaults whose class is given."""
+    """Return the given callbacks and the default ones, without those of whose class there is a given one."""
     there: list[Callback] = [LearningRateMonitor(), Throughput(fill=args.group_by_length)]
     if args.output_dir is not None:
-        there.append(Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every))
+        there.append(_checkpoint(args, given))
     if args.gc_every is not None:
         there.append(GarbageSchedule(args.gc_every))
     there += _reporting(args, given)
@@ -47,7 +47,24 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
     elif not any(isinstance(callback, Callback) and callback.is_display for callback in given):
         # A notebook's charts show what the lines say. What is no callback is refused later.
         there.append(Printer())
-    return [callback for callback in there if not any(type(callback) is type(other) for other in given)] + list(given)
+    return [callback for callback in there if not any(isinstance(other, type(callback)) for other in given)] + list(
+        given
+    )
+
+
+def _checkpoint(args: TrainingArguments, given: Sequence[Callback]) -> Checkpoint:
+    """Return the default callback that saves and deletes checkpoints; raise if a given one overrules an argument."""
+    default = Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every)
+    for checkpoint in (callback for callback in given if isinstance(callback, Checkpoint)):
+        for name in ("keep_last", "keep_best", "keep_every"):
+            value, own = getattr(default, name), getattr(checkpoint, name)
+            if value not in (own, getattr(Checkpoint(), name)):
+                raise ConfigurationError(
+                    f"{name}={getattr(args, name)!r} has no effect, because callbacks has a "
+                    f"{type(checkpoint).__name__}, whose {name} is {own if own is None else str(own)}. Give it "
+                    f"{name}={getattr(args, name)!r}, or leave the argument out."
+                )
+    return default
 
 
 def others(callbacks: Iterable[Callback], excluded: Iterable[Callback]) -> list[Callback]:
