@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, PartialState, Trainer, UnsupportedError
-from trainer_lib.events import Callback, Run
+from trainer_lib import ConfigurationError, LossResult, PartialState, Trainer, UnsupportedError
+from trainer_lib.callbacks import LabelSmoothing
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError
 from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 from trainer_lib.trainer.safety.module_buffers import Buffers
@@ -147,6 +148,76 @@ def test_a_window_begins_anew_with_the_batches_that_did_fit() -> None:
     for name in ("rows", "mean", "grad_norm"):
         actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (model_trainer, plain))
         assert actual == pytest.approx(wanted, rel=1e-5), name
+
+
+class Skips(Modifier):
+    """Skips micro-batches, and keeps the gradients of each update."""
+
+    def __init__(self, skipped: list[int]) -> None:
+        self.skipped, self.gradients = skipped, list[list[Tensor]]()
+
+    def on_micro_batch_begin(self, run: Run) -> None:
+        if run.state.micro_batches in self.skipped:
+            run.control.skip_batch = True
+
+    def on_optimizer_step_begin(self, run: Run) -> None:
+        self.gradients.append([weight.grad.clone() for weight in run.trained_parameters if weight.grad is not None])
+
+
+class Parts(Trainer):
+    """Returns values to log with the loss."""
+
+    def compute_loss(self, model: Any, batch: Any) -> Any:
+        loss = super().compute_loss(model, batch)
+        assert isinstance(loss, LossResult)
+        return loss._replace(logs={"first": batch[0].mean()})
+
+
+def gradients_and_logs(model: nn.Module, callbacks: list[Modifier], skipped: list[int], **options: Any) -> Any:
+    """Return the gradients and the log of each update: windows of three batches of 4 samples."""
+    skips = Skips(skipped)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*points(24)), batch_size=4)
+    args = arguments(
+        per_device_train_batch_size="auto", gradient_accumulation_steps=3, num_train_epochs=1, log_every=1, **options
+    )
+    loss_fn, callbacks = nn.functional.cross_entropy, [*callbacks, skips]
+    model_trainer = Parts(model, args, train_dataset=loader, loss_fn=loss_fn, callbacks=callbacks)
+    model_trainer.fit()
+    logs = [(entry["loss"], entry["first"]) for entry in model_trainer.run.state.history]
+    return skips.gradients, logs
+
+
+@pytest.mark.parametrize(("skipped", "failing"), [(1, 2), (0, 2), (1, 3)])
+def test_a_skipped_batch_stays_skipped_and_the_others_count_when_one_does_not_fit(skipped: int, failing: int) -> None:
+    gradients, logs = gradients_and_logs(Hungry(), [], [skipped, 4])
+    hungry = Hungry({0: 3})
+    hungry.passes = failing - 1
+    actual, actual_logs = gradients_and_logs(hungry, [], [skipped, 4])
+    assert hungry.calls[failing - 1] == 4
+    assert hungry.calls[-1] == 2
+    torch.testing.assert_close(actual, gradients, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(actual_logs, logs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_callbacks_see_the_part_of_a_batch_whose_loss_they_change(rows: int) -> None:
+    gradients, logs = gradients_and_logs(Hungry(), [LabelSmoothing(0.3)], [])
+    actual, actual_logs = gradients_and_logs(Hungry({0: rows}), [LabelSmoothing(0.3)], [])
+    torch.testing.assert_close(actual, gradients, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(actual_logs, logs, rtol=1e-5, atol=1e-7)
+
+
+def test_an_update_that_is_skipped_after_a_failed_attempt_leaves_buffers_as_they_were() -> None:
+    class Spoiled(Hungry):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * torch.nan
+
+    model = Spoiled({0: 3}, norm=True)
+    gradients_and_logs(model, [], [], on_nonfinite="skip")
+    assert set(model.calls) == {2, 4}
+    (norm,) = (module for module in model.modules() if isinstance(module, nn.BatchNorm1d))
+    assert int(norm.num_batches_tracked or 0) == 0
+    assert not torch.any(torch.as_tensor(norm.running_mean))
 
 
 def test_running_statistics_of_processes_are_those_of_a_run_in_which_all_fits() -> None:

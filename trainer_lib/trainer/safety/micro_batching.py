@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
+from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
 from trainer_lib.trainer.arguments.value_checks import AUTO
@@ -111,7 +112,7 @@ class MicroBatching:
     def _computed(self, model: Any, taken: "_Taken") -> LossResult:
         batch = taken.batch
         rows, size = count_rows(batch), self.size
-        with ExitStack() as local:
+        with ExitStack() as local, attributes_kept([self._context.run], ["batch"]):
             for module in self._context.models:
                 local.enter_context(self._strategy.no_sync(module))
             if size is None or rows is None or rows <= size:
@@ -123,6 +124,7 @@ class MicroBatching:
             return self._summed([self._step(model, take_rows(batch, at, min(at + size, rows), rows)) for at in cuts])
 
     def _step(self, model: Any, batch: Any) -> LossResult:
+        self._context.run.batch = batch  # callbacks compare it with the outputs
         result = self._training_step(model, batch)
         self._window.is_fresh = False
         assert result is not None  # since no subclass has a step of its own
@@ -131,9 +133,9 @@ class MicroBatching:
     def _summed(self, parts: list[LossResult]) -> LossResult:
         averages, totals = self._context.means, [part.loss.detach() for part in parts]
         weights: list[Any] = [0.0 if part.weight is None else part.weight for part in parts]
-        for part, weight in zip(parts, weights, strict=True):
-            for name, value in (part.logs or {}).items():
-                averages.add(name, value, weight)
+        if not self._context.run.weighs_nothing:
+            for part, weight in zip(parts, weights, strict=True):
+                averages.add_all(part.logs, weight)
         return LossResult(sum(totals[1:], start=totals[0]), sum(weights[1:], start=weights[0]))
 
     def _put_together(self) -> None:
@@ -151,8 +153,10 @@ class MicroBatching:
         while True:
             self._reduce(error)
             free_memory_of(error)
-            self._undo()
             try:
+                if self._batches[-1].weighs_nothing:  # the window has nothing of it
+                    return self._computed(model, self._batches[-1])
+                self._undo()
                 return self._again(model)
             except (RuntimeError, MemoryError) as failure:
                 if not is_out_of_memory(failure):
@@ -162,8 +166,8 @@ class MicroBatching:
     def _again(self, model: Any) -> LossResult:
         *earlier, last = self._batches
         for taken in earlier:
-            result = self._computed(model, taken)
             if not taken.weighs_nothing:
+                result = self._computed(model, taken)
                 self._context.means.add_sum("loss", result.loss.detach(), result.weight or 0.0)
                 self._context.means.add_all(result.logs, result.weight or 0.0)
         return self._computed(model, last)
@@ -176,9 +180,9 @@ class MicroBatching:
             model.zero_grad()  # of what no optimizer has, too
         self._context.means.go_back(self._mark)
         self._mark = self._context.means.mark()
-        self._guard.begin_window()
         self._generators.load_state_dict(self._drawn)
         self._buffers.restore()
+        self._guard.begin_window()  # it copies the buffers
         self._window.is_fresh = self._is_fresh
 
     def _reduce(self, error: Exception) -> None:
