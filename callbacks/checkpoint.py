@@ -41,6 +41,7 @@ class Checkpoint(Callback):
 
     saves_checkpoints: ClassVar[bool] = True
     exclusive_group: ClassVar[str | None] = "decide which checkpoints are kept"
+    runs_on_all_ranks: ClassVar[bool] = True  # they save together
 
     def __init__(
         self,

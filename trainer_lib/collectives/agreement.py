@@ -157,14 +157,16 @@ def check_same_on_all_ranks(group: ProcessGroup, facts: Mapping[str, Any]) -> No
     """
     by_rank = group.all_gather_objects(dict(facts))
     first, *others = by_rank
-    different = [name for name, value in first.items() if any(facts.get(name) != value for facts in others)]
+    names = dict.fromkeys(name for facts in by_rank for name in facts)
+    different = [name for name in names if any(facts.get(name) != first.get(name) for facts in others)]
     if different:
         lines = "".join(
             f"\n  {name}: " + ", ".join(f"{facts.get(name)} on rank {rank}" for rank, facts in enumerate(by_rank))
             for name in different
         )
         raise DistributedOperationException(
-            f"The ranks differ in what they are about to do, and would wait for each other without end:{lines}\n"
+            "The ranks differ in what they are about to do, and would wait for each other without end, or train "
+            f"different weights:{lines}\n"
             "Set the same on all ranks. Whether one rank alone reads, prints or writes is decided inside."
         )
 

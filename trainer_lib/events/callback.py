@@ -44,6 +44,8 @@ class Callback:
         supports_batch_splitting: Whether it works with batches that are split because they do not fit into memory.
         saves_memory: Whether parts of the run need less memory with it than the rest; the batch-size finder trains
             without it.
+        runs_on_all_ranks: Whether all ranks need it. A `Modifier` that some ranks lack is an error when a fit begins,
+            since it changes their training alone, unless its class sets this to `False`.
         runs_in_sandbox: Whether tools such as the learning-rate finder train with a copy of it, if it is a `Modifier`.
         reads_outputs: Whether its methods read `run.outputs`; where none do, outputs are freed early. It holds for the
             class that declares it, not for classes derived from it.
@@ -68,6 +70,7 @@ class Callback:
     needs_evaluation: ClassVar[bool] = False
     supports_batch_splitting: ClassVar[bool] = True
     saves_memory: ClassVar[bool] = False
+    runs_on_all_ranks: ClassVar[bool] = False
     runs_in_sandbox: ClassVar[bool] = True
     reads_outputs: ClassVar[bool] = True
     changes_weights: ClassVar[bool] = True
@@ -264,6 +267,7 @@ class Modifier(Callback):
     """A callback that may change model, batch, loss or gradients. Its errors end the run."""
 
     may_change_training: ClassVar[bool] = True
+    runs_on_all_ranks: ClassVar[bool] = True
 
     def eval_weights(self, run: Run) -> AbstractContextManager[Any]:
         """Return a context, such as one with averaged weights, in which models evaluate, predict and are saved."""

@@ -51,8 +51,12 @@ def check(trainer: TrainerInterface) -> None:
         sets = _check(trainer)
     check_same_on_all_ranks(group, _facts(trainer))
     if group.size > 1:
+        from trainer_lib.trainer.checks.rank_differences import check_callbacks, check_models
         from trainer_lib.trainer.data.rank_data_check import check_evaluation_data
 
+        check_callbacks(group, trainer.events, trainer.loss_fn)
+        if not trainer.parts.models.are_prepared:
+            check_models(group, {"": trainer.model} if isinstance(trainer.model, nn.Module) else trainer.model)
         for option, loader in sets.items():
             check_evaluation_data(group, loader, option)
 
@@ -461,6 +465,12 @@ def _facts(trainer: TrainerInterface) -> dict[str, Any]:
         sets = named_sets(trainer, trainer.eval_dataset)
         facts["the sets to evaluate on"] = [f"{name or 'eval'}: {_samples(data)}" for name, data in sets.items()]
         facts["the metrics"] = _metric_names(trainer)[0]
+        measures = {name: trainer.parts.evaluation.measures(name) for name in sets}
+        kinds = [
+            f"{name}: {type(metric).__name__}" for each in measures.values() for name, metric in each.metrics.items()
+        ]
+        facts["the kinds of metrics"] = kinds
+        facts["sets with compute_metrics"] = [name or "eval" for name, each in measures.items() if each.compute]
     may_differ = {name for name, declared in settings(type(args)).items() if declared.may_differ}
     return facts | {
         field.name: _short(getattr(args, field.name)) for field in fields(args) if field.name not in may_differ

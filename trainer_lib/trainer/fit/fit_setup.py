@@ -58,6 +58,10 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
     _set_limits(state, args, loader, accelerator.gradient_accumulation_steps, plan)
     schedule_length = args.schedule_steps or state.max_steps
     schedulers = _schedulers(trainer, optimizers, schedule_length)
+    if accelerator.group.size > 1:
+        from trainer_lib.trainer.checks.rank_differences import check_optimizers
+
+        check_optimizers(accelerator.data_group, optimizers, schedulers)
     run = Run(
         trainer=trainer,
         args=args,

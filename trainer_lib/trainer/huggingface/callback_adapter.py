@@ -62,7 +62,8 @@ class AdaptedCallback(Modifier):
     callback: Any
     key: str | None
 
-    runs_in_sandbox: ClassVar[bool] = False  # what it does is unknown, and most only observe
+    runs_on_all_ranks: ClassVar[bool] = False  # what it does is unknown, and most only observe
+    runs_in_sandbox: ClassVar[bool] = False
     reads_outputs: ClassVar[bool] = False  # callbacks of transformers are given none
 
     def __init__(self, callback: Any) -> None:
