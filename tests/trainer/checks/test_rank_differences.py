@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_differs_is_named_at_the_start(case: str) -> None:
-    """Most of these trained different weights on the ranks without a word; the others hung."""
+    """Most of these trained different weights on the ranks silently; the others hung."""
 
     def body() -> None:
         fails(PartialState(cpu=True).process_index, *CASES[case])
