@@ -65,6 +65,34 @@ def test_auto_warns_of_checkpoints_that_it_does_not_resume_and_why(
     assert f"{unfinished} has checkpoint-00000006, but {why}; resume={str(unfinished)!r} resumes it." in caplog.text
 
 
+def test_extend_names_itself_where_no_run_matches(unfinished: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert fit(unfinished.parent, "extend", train_dataset=points(41)) == 0
+    assert 'resume="extend" begins a new run, at step 0, although there are checkpoints' in caplog.text
+
+
+@pytest.mark.parametrize("where", ["the run", "its checkpoints", "a checkpoint", "a level above"])
+def test_auto_warns_of_runs_around_and_below_the_folder_of_runs(
+    where: str, unfinished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = {
+        "the run": unfinished,
+        "its checkpoints": unfinished / "checkpoints",
+        "a checkpoint": unfinished / "checkpoints" / "checkpoint-00000006",
+        "a level above": unfinished.parent.parent,
+    }
+    assert fit(folders[where], "auto") == 0
+    assert f"begins a new run, at step 0, in output_dir={str(folders[where])!r}." in caplog.text
+    assert f"There are checkpoints in {unfinished}: output_dir={str(unfinished.parent)!r} finds" in caplog.text
+    assert fit(unfinished.parent, "auto") == 6
+
+
+def test_auto_names_an_older_run_that_is_not_finished(unfinished: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(unfinished.parent, dies_at=3)
+    caplog.clear()
+    assert fit(unfinished.parent, "auto") == 2
+    assert f"An older run is not finished either: resume={str(unfinished)!r} resumes it." in caplog.text
+
+
 def test_every_bit_of_run_json_is_checked_and_a_checkpoint_replaces_it(unfinished: Path) -> None:
     fingerprint = run_fingerprint(trainer())
     file = unfinished / "run.json"

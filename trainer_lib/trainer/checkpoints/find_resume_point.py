@@ -202,9 +202,13 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerpri
         notes.append(_describe_finished(runs[-1], unfinished))
     elif unfinished:
         point = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
-        notes.append(_describe_rebuilt(found, unfinished[-1]))
+        notes += [_describe_rebuilt(found, unfinished[-1]), _describe_older(unfinished)]
     else:
-        notes += [describe_other_runs(found, fingerprint), _describe_checkpoint_of_transformers(root, resume)]
+        notes += [
+            describe_other_runs(found, fingerprint, resume),
+            _describe_runs_nearby(root, resume),
+            _describe_checkpoint_of_transformers(root, resume),
+        ]
     return replace(point, notes=tuple(note for note in notes if note is not None))
 
 
@@ -220,6 +224,31 @@ def _describe_unfinished(unfinished: list[RunFolder]) -> str | None:
     if not unfinished:
         return None
     return f'The run {unfinished[-1].path} is not finished. This is a new one; resume="auto" would resume that one.'
+
+
+def _describe_older(unfinished: list[RunFolder]) -> str | None:
+    """Return the warning for unfinished runs besides the newest one, which is resumed."""
+    if len(unfinished) < 2:
+        return None
+    older = unfinished[-2].path
+    return f"{unfinished[-1].path} is resumed. An older run is not finished either: resume={str(older)!r} resumes it."
+
+
+def _describe_runs_nearby(root: AnyPath, resume: str) -> str | None:
+    """Return the warning for runs that are not where runs are looked for: a level deeper, or around `root`."""
+    root = root.absolute()
+    around = [root, *([root.parent] if root.name == CHECKPOINTS else [])]
+    around += [root.parent.parent] if root.parent.name == CHECKPOINTS else []
+    deeper = [path.parent for path in root.glob(f"*/*/{RUN_FILE}")]
+    runs = [RunFolder(path) for path in (*around, *deeper)]
+    nearby = next((run for run in runs if run.newest_checkpoint() is not None), None)
+    if nearby is None:
+        return None
+    return (
+        f'resume="{resume}" begins a new run, at step 0, in output_dir={str(root)!r}. There are checkpoints in '
+        f"{nearby.path}: output_dir={str(nearby.path.parent)!r} finds this run, and resume={str(nearby.path)!r} "
+        "resumes it."
+    )
 
 
 def _describe_checkpoint_of_transformers(root: AnyPath, resume: str) -> str | None:

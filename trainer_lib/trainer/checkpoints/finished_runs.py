@@ -39,7 +39,7 @@ def final_checkpoint(run: RunFolder) -> AnyPath | None:
     return path_at(chosen[-1]["path"]) if chosen else None
 
 
-def describe_other_runs(found: list[FoundRun], fingerprint: dict[str, Any]) -> str | None:
+def describe_other_runs(found: list[FoundRun], fingerprint: dict[str, Any], resume: str) -> str | None:
     """Return the warning for a new run in a folder with checkpoints: why no run matches, and how to resume one."""
     lines: list[str] = []
     for candidate in reversed(found):
@@ -50,7 +50,7 @@ def describe_other_runs(found: list[FoundRun], fingerprint: dict[str, Any]) -> s
     if not lines:
         return None
     more = [f"{len(lines) - _SHOWN} more runs there do not match either."] if len(lines) > _SHOWN else []
-    begins = 'resume="auto" begins a new run, at step 0, although there are checkpoints.'
+    begins = f'resume="{resume}" begins a new run, at step 0, although there are checkpoints.'
     return " ".join([begins, *lines[:_SHOWN], *more])
 
 
