@@ -276,6 +276,11 @@ def launched_by_fork() -> bool:
     return parse_flag_from_env("FORK_LAUNCHED")
 
 
+def launcher_kills_stopped_ranks() -> bool:
+    """Whether the launcher kills ranks that cannot end themselves within seconds; torch's agents take half a minute."""
+    return launched_by_fork() or parse_flag_from_env("TRAINER_LIB_KILLS_STOPPED_RANKS")
+
+
 def error_file() -> Path | None:
     """Return the file where the launcher looks for the reason of a failure, if there is a launcher."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -105,6 +105,7 @@ class _Launch:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.variable("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
             "TRAINER_LIB_STORE_FILE": "",  # of this process's own world
+            "TRAINER_LIB_KILLS_STOPPED_RANKS": "1",
         }
 
     def _watch(self) -> list[Failure]:

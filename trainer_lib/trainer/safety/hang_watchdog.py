@@ -219,10 +219,12 @@ class Watchdog:
                 if worker is not None:
                     file.write(f"\nData worker {worker[0]} (pid {worker[1]}):\n{stacks_of_worker(worker[1])}")
         record_failure("HangError", text)
-        if self._rank < min(heard, default=len(self._peers) + 1):  # one of those that still can says it for all
+        leads = self._rank < min(heard, default=len(self._peers) + 1)  # one of those that still can acts for all
+        if leads:
             print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - a logger may hang
-            self._kill_silent(heard)
         self._wait_for(heard)
+        if leads:
+            self._kill_silent(heard)
         os._exit(EXIT_CODE)
 
     def _wait_for(self, ranks: Sequence[int]) -> None:
@@ -235,8 +237,8 @@ class Watchdog:
             self._connections.serve(self._between / 4)
 
     def _kill_silent(self, heard: Sequence[int]) -> None:
-        """Kill ranks of this machine that cannot end themselves, unless their launcher does."""
-        if environment.error_file() is not None or environment.launched_by_fork():
+        """Kill ranks of this machine that cannot end themselves, unless their launcher does so at once."""
+        if environment.launcher_kills_stopped_ranks():
             return
         for rank, peer in self._peers.items():
             if rank not in heard and not peer.is_gone:
