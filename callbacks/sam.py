@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all of them
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.tensors.kept_state import attributes_kept, tensors_kept
+from trainer_lib.foundation.kept_state import attributes_kept, tensors_kept
+from trainer_lib.modules.module_buffers import buffers_kept, no_gradients_of
 
 _OF_A_BATCH = ("batch", "loss_sum", "weight", "outputs")
 
@@ -19,7 +19,7 @@ class SAM(Modifier):
     """Updates the weights with the gradients at a point `radius` uphill (sharpness-aware minimization).
 
     Each update computes the forward and backward twice. The uphill step uses the gradients of the whole update, over
-    all batches and ranks. Running statistics see the data once, at the original weights.
+    all batches and ranks. Buffers (running statistics) and logged values see the data once, at the original weights.
 
     Args:
         radius: The length of the uphill step; usually 0.05.
@@ -77,11 +77,14 @@ class SAM(Modifier):
             return
         total = share.local if share.total is None else share.total
         batches, self._batches = self._batches, []
-        with tensors_kept([*weights, *_statistics(run)]), attributes_kept([run], _OF_A_BATCH):
+        means = run.trainer.parts.means
+        mark = means.mark()
+        with tensors_kept(weights), buffers_kept(run.modules.values()), attributes_kept([run], _OF_A_BATCH):
             self._climb(run, weights)
             for weight in weights:
                 weight.grad = None
             self._differentiate(run, batches, total)
+        means.go_back(mark)
 
     @torch.no_grad()
     def _climb(self, run: Run, weights: list[Any]) -> None:
@@ -102,11 +105,8 @@ class SAM(Modifier):
                 if number < len(batches):
                     for model in models:
                         local.enter_context(run.accelerator.strategy.no_sync(model))
+                if not weight:  # it may be NaN, and 0 times NaN is NaN
+                    local.enter_context(no_gradients_of(run.trained_parameters))
                 run.batch = batch
                 result = run.trainer.parts.loss.of(run.model, batch)
                 (result.loss * weight / divisor).backward()
-
-
-def _statistics(run: Run) -> list[Tensor]:
-    layers = (m for model in run.modules.values() for m in model.modules() if isinstance(m, _BatchNorm))
-    return [buffer for layer in layers for buffer in layer.buffers()]

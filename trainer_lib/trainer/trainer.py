@@ -17,6 +17,7 @@ from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError
 from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.foundation.public_names.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.module_buffers import no_gradients_of
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
@@ -31,7 +32,6 @@ from trainer_lib.trainer.overridable import DEFAULTS, overridable
 from trainer_lib.trainer.publish.publish_methods import PublishMethods
 from trainer_lib.trainer.publish.save_pretrained import read_arguments
 from trainer_lib.trainer.safety.deadline import AUTO
-from trainer_lib.trainer.safety.module_buffers import no_gradients_of
 from trainer_lib.trainer.tools import check_request
 from trainer_lib.trainer.tools.tool_methods import ToolMethods
 from trainer_lib.trainer.trainer_interface import (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.local_sgd import LocalSGD
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.module_buffers import buffers_kept, no_gradients_of
 from trainer_lib.trainer.checkpoints.overlapped_saves import OverlappedSaves
 from trainer_lib.trainer.checkpoints.rewind import Rewind
 from trainer_lib.trainer.data.compiled_batches import CompiledBatches
@@ -26,7 +27,6 @@ from trainer_lib.trainer.optim.schedules import moves_each_update
 from trainer_lib.trainer.safety.error_context import add_note
 from trainer_lib.trainer.safety.gradient_check import GradientCheck
 from trainer_lib.trainer.safety.micro_batching import TrainingStep
-from trainer_lib.trainer.safety.module_buffers import buffers_kept, no_gradients_of
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 if TYPE_CHECKING:

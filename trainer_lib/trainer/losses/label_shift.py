@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, targets_of, with_targets
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
+from trainer_lib.modules.module_buffers import buffers_kept
 from trainer_lib.modules.module_kinds import is_transformers_model
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.evaluation.eval_mode import evaluating, generators_kept
 from trainer_lib.trainer.losses.model_io import call_model, loss_of
-from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
 
 class LabelShift:

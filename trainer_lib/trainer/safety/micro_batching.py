@@ -13,11 +13,11 @@ from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchS
 from trainer_lib.foundation.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
+from trainer_lib.modules.module_buffers import Buffers
 from trainer_lib.trainer.arguments.value_checks import AUTO
 from trainer_lib.trainer.data.batch_rows import check_splits, count_rows, take_rows
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.losses.loss_result import LossResult
-from trainer_lib.trainer.safety.module_buffers import Buffers
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
 _logger = get_logger(__name__)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.module_buffers import buffers_kept
 from trainer_lib.process_group import LoneProcess, ProcessGroup
 from trainer_lib.strategies.clip_grad_norm import local_values
 from trainer_lib.trainer.evaluation.eval_mode import generators_kept
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.safety.module_buffers import buffers_kept
 
 _logger = get_logger(__name__)
 

@@ -19,12 +19,12 @@ from trainer_lib.data_loader.order.epoch_start import generators_kept, generator
 from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.tensors.kept_state import attributes_kept
+from trainer_lib.foundation.kept_state import attributes_kept
+from trainer_lib.modules.module_buffers import Buffers
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import before_fit
 from trainer_lib.trainer.overridable import is_overridden
-from trainer_lib.trainer.safety.module_buffers import Buffers
 from trainer_lib.trainer.trainer_interface import TrainerInterface, evaluator_of
 
 # The arguments of a short sandbox, which only makes updates.

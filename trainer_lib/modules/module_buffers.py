@@ -6,13 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.tensors.kept_state import tensors_kept
-from trainer_lib.foundation.tensors.tensor_operations import foreach_copy_
-from trainer_lib.modules.weights.tensor_slots import buffer_slots
+from trainer_lib.foundation.tensor_operations import foreach_copy_
+from trainer_lib.modules.tensor_slots import buffer_slots
 
 
 class Buffers:
-    """The buffers of models, such as BatchNorm statistics, with a copy to restore them from.
+    """The buffers of models, such as BatchNorm statistics, and their own generators, with a copy to restore them from.
 
     Args:
         models: The models.
@@ -21,13 +20,17 @@ class Buffers:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
         self._owners = [(slots, name) for slots in map(buffer_slots, modules.values()) for name, _ in slots.items()]
-        self.exist: bool = bool(self._owners)
+        values = (value for module in modules.values() for value in vars(module).values())
+        self._generators = [value for value in values if isinstance(value, torch.Generator)]
+        self._states: list[Tensor] = []  # of the generators
+        self.exist: bool = bool(self._owners or self._generators)
         self._buffers: list[Tensor | None] = []
         self._copies: list[Tensor] = []
 
     @torch.no_grad()
     def copy(self) -> None:
         """Copy the buffers."""
+        self._states = [generator.get_state() for generator in self._generators]
         # All of them: BatchNorm writes to its buffers without changing their version.
         before, self._buffers = self._buffers, [owner[name] for owner, name in self._owners]
         tensors = [buffer for buffer in self._buffers if buffer is not None]
@@ -46,6 +49,8 @@ class Buffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers."""
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
         for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
             owner[name] = buffer
         tensors = [buffer for buffer in self._buffers if buffer is not None]
@@ -59,7 +64,7 @@ class Buffers:
     def restore_where(self, flag: Tensor) -> None:
         """Restore the buffers where a flag on the device is true, without waiting for it.
 
-        Those that were resized meanwhile stay: their size cannot depend on the flag.
+        Those that were resized meanwhile stay, and so do generators: they cannot depend on the flag.
         """
         tensors = [buffer for buffer in self._buffers if buffer is not None]
         for buffer, copy in zip(tensors, self._copies, strict=True):
@@ -70,8 +75,12 @@ class Buffers:
 @contextmanager
 def buffers_kept(models: Iterable[nn.Module]) -> Generator[None]:
     """Restore the buffers after the block, whose data does not count."""
-    with tensors_kept(buffer for model in models for buffer in model.buffers()):
+    buffers = Buffers(models)
+    buffers.copy()
+    try:
         yield
+    finally:
+        buffers.restore()
 
 
 @contextmanager
