@@ -47,18 +47,23 @@ class Buffers:
             self._copies = [tensor.clone() for tensor in tensors]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the buffers."""
+    def restore(self, keeps_new_shapes: bool = False) -> None:
+        """Restore the buffers; on request those of a new shape stay."""
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
+        copies = iter(self._copies)
+        restored: list[tuple[Tensor, Tensor]] = []
         for (owner, name), buffer in zip(self._owners, self._buffers, strict=True):
+            copy, current = None if buffer is None else next(copies), owner[name]
+            if keeps_new_shapes and copy is not None and current is not None and current.shape != copy.shape:
+                continue
             owner[name] = buffer
-        tensors = [buffer for buffer in self._buffers if buffer is not None]
-        for tensor, copy in zip(tensors, self._copies, strict=True):
-            if tensor.shape != copy.shape:
-                tensor.resize_(copy.shape)
-        if tensors:
-            foreach_copy_(tensors, self._copies)
+            if buffer is not None and copy is not None:
+                if buffer.shape != copy.shape:
+                    buffer.resize_(copy.shape)
+                restored.append((buffer, copy))
+        if restored:
+            foreach_copy_([buffer for buffer, _ in restored], [copy for _, copy in restored])
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
@@ -73,14 +78,20 @@ class Buffers:
 
 
 @contextmanager
-def buffers_kept(models: Iterable[nn.Module]) -> Generator[None]:
-    """Restore the buffers after the block, whose data does not count."""
+def buffers_kept(models: Iterable[nn.Module], keeps_new_shapes: bool = False) -> Generator[None]:
+    """Restore the buffers after the block, whose data does not count.
+
+    Args:
+        models: The models.
+        keeps_new_shapes: Whether a buffer of a new shape stays, such as a bank that grows: where other ranks count
+            their batch, DDP sends rank 0's buffers to ranks that must have the same shapes.
+    """
     buffers = Buffers(models)
     buffers.copy()
     try:
         yield
     finally:
-        buffers.restore()
+        buffers.restore(keeps_new_shapes)
 
 
 @contextmanager

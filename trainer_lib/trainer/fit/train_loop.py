@@ -301,7 +301,8 @@ class TrainLoop:
         """Return the context in which a batch changes neither gradients nor buffers nor logged means."""
         self.run.weighs_nothing = True
         try:
-            with buffers_kept(self.models), no_gradients_of(self.run.trained_parameters):
+            among_others = self.accelerator.num_processes > 1
+            with buffers_kept(self.models, among_others), no_gradients_of(self.run.trained_parameters):
                 yield
         finally:
             self.run.weighs_nothing = False
