@@ -87,6 +87,22 @@ def test_no_good_checkpoint_is_deleted_for_it_and_it_is_never_the_best(
     assert len(warnings) == 3
 
 
+def test_a_buffer_outside_of_the_state_dict_makes_a_checkpoint_nonfinite_too(tmp_path: Path) -> None:
+    module = model()
+    module.register_buffer("seen", torch.zeros(3), persistent=False)
+    module.register_buffer("shown", torch.full((2,), -math.inf), persistent=False)
+    args = arguments(output_dir=tmp_path, max_steps=10, save_every=2, eval_every=2, keep_last=1)
+    model_trainer = trainer(args, model=module, eval_dataset=points(16), callbacks=[Breaks(5)])
+    model_trainer.fit()
+    (found_run,) = find_runs(tmp_path)
+    assert [path.name[-2:] for path in found_run.run.checkpoints()] == ["04", "10"]
+    assert read_manifest(found_run.run.checkpoint(4)).nonfinite == []
+    assert read_manifest(found_run.run.checkpoint(10)).nonfinite == ["seen"]
+    best = model_trainer.state.best
+    assert best is not None
+    assert best.step == 4
+
+
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_resumes_from_the_newest_good_checkpoint(processes: int, tmp_path: Path) -> None:
     def body() -> list[list[int]]:

@@ -36,6 +36,7 @@ class Checkpoints:
         background: The thread that writes checkpoints.
         infinite_buffers: Buffers that may hold infinities, such as masks: they do not mark a checkpoint as non-finite.
         holders: Returns objects by name, besides models and loaders, whose random generators belong to the state.
+        prefix_of_buffers: What the names of buffers begin with in the state of registered objects; "": it has none.
     """
 
     engine: Engine
@@ -46,6 +47,7 @@ class Checkpoints:
         self.background: BackgroundSaves = BackgroundSaves()
         self.infinite_buffers: frozenset[str] = frozenset()
         self.holders: Callable[[], Mapping[str, Any]] = dict
+        self.prefix_of_buffers: str = ""
         self.save_hooks: dict[int, SaveHook] = OrderedDict()
         self.load_hooks: dict[int, LoadHook] = OrderedDict()
         self.facts: dict[int, Facts] = OrderedDict()

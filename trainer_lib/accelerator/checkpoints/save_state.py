@@ -85,6 +85,7 @@ def save(
     with ExitStack() as stack:
         saving = stack.enter_context(writer_for(target, group, checkpoints.leader))
         saving.finite.infinite_buffers = checkpoints.infinite_buffers
+        saving.finite.prefix_of_buffers = checkpoints.prefix_of_buffers
         with raise_on_all_ranks(group, "save_state", CheckpointError):
             states = _states(checkpoints, parts, saving.folder, group)
             files = {

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.checkpointing.format.layout import is_optimizer_state, is_weights
+from trainer_lib.checkpointing.format.layout import CUSTOM_STATE_NAME, is_optimizer_state, is_weights
 from trainer_lib.checkpointing.format.manifest import NONFINITE
 from trainer_lib.foundation.light_dataclasses import LightDataclass
 from trainer_lib.tensor_files.file_contents import Content
@@ -19,6 +19,7 @@ class FiniteCheck(LightDataclass):
 
     Args:
         infinite_buffers: The buffers that may hold infinities, such as masks.
+        prefix_of_buffers: What the names of buffers begin with in the state of registered objects; "": it has none.
 
     Attributes:
         nonfinite: The tensors that make the checkpoint not finite, by file: weights and buffers with a NaN or an
@@ -27,6 +28,7 @@ class FiniteCheck(LightDataclass):
     """
 
     infinite_buffers: Collection[str] = ()
+    prefix_of_buffers: str = ""
     nonfinite: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     infinite_states: list[str] = field(default_factory=list[str])
 
@@ -39,6 +41,9 @@ class FiniteCheck(LightDataclass):
             faults = {_full_name(file, name): fault for name, fault in content.nonfinite().items()}
             self._add(file, [name for name in faults if faults[name] == "nan"])
             self.infinite_states += [name for name in faults if faults[name] == "inf"]
+
+        elif self.prefix_of_buffers and file.startswith(CUSTOM_STATE_NAME):
+            self._check_buffers_of_objects(file, content)
 
     def merge(self, ranks: Iterable["FiniteCheck"]) -> None:
         """Replace the findings of this rank with those of all ranks."""
@@ -54,6 +59,14 @@ class FiniteCheck(LightDataclass):
     def names(self) -> list[str]:
         """The tensors that make the checkpoint not finite."""
         return list(dict.fromkeys(name for names in self.nonfinite.values() for name in names))
+
+    def _check_buffers_of_objects(self, file: str, content: Content) -> None:
+        found = {
+            name.removeprefix(self.prefix_of_buffers): fault
+            for name, fault in content.nonfinite().items()
+            if name.startswith(self.prefix_of_buffers)
+        }
+        self._add(file, [name for name in found if found[name] == "nan" or name not in self.infinite_buffers])
 
     def _add(self, file: str, names: list[str]) -> None:
         if names:

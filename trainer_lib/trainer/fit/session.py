@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 _Loop = TypeVar("_Loop", bound=TrainLoop)
+_BUFFERS = "changed_buffers"  # the part of the run's state that holds them
 
 
 class FitSession:
@@ -90,6 +91,7 @@ class FitSession:
         self.evaluations: FitEvaluations = FitEvaluations(
             context, trainer.evaluate, self.log, self._clock, self.deadline
         )
+        self._buffers = _changed_buffers(context)
         self.part: RunStatePart = RunStatePart(
             context,
             self.owed,
@@ -100,7 +102,7 @@ class FitSession:
                 "bad_samples": self._bad_samples,
                 "splitting": self.micro_batching,
                 **({"local_rounds": self.rounds} if self.rounds.enabled else {}),
-                **_changed_buffers(context),
+                **self._buffers,
             },
         )
         self.loading: RunLoading = RunLoading(context, self.part, self.saver)
@@ -120,6 +122,7 @@ class FitSession:
         accelerator.register_for_checkpointing(self.part)
         accelerator.checkpoints.infinite_buffers = infinite_buffers(self.context)
         accelerator.checkpoints.holders = self._generator_holders
+        accelerator.checkpoints.prefix_of_buffers = f"{_BUFFERS}." if self._buffers else ""
         for handle in (
             accelerator.register_save_state_pre_hook(self._write_companions),
             accelerator.register_save_state_pre_hook(adapters.exclude_base_weights),
@@ -247,7 +250,7 @@ def _changed_buffers(context: FitContext) -> dict[str, Any]:
         return {}
     from trainer_lib.trainer.checkpoints.changed_buffers import ChangedBuffers
 
-    return {"changed_buffers": ChangedBuffers(models)}
+    return {_BUFFERS: ChangedBuffers(models)}
 
 
 def _triggers(context: FitContext, deadline: Deadline) -> Triggers:
