@@ -30,7 +30,8 @@ class Buffers:
     @torch.no_grad()
     def copy(self) -> None:
         """Copy the buffers."""
-        self._states = [generator.get_state() for generator in self._generators]
+        if self._generators:
+            self._states = [generator.get_state() for generator in self._generators]
         # All of them: BatchNorm writes to its buffers without changing their version.
         before, self._buffers = self._buffers, [owner[name] for owner, name in self._owners]
         tensors = [buffer for buffer in self._buffers if buffer is not None]
