@@ -219,12 +219,13 @@ class Watchdog:
                 if worker is not None:
                     file.write(f"\nData worker {worker[0]} (pid {worker[1]}):\n{stacks_of_worker(worker[1])}")
         record_failure("HangError", text)
+        recorded = time.time()
         leads = self._rank < min(heard, default=len(self._peers) + 1)  # one of those that still can acts for all
         if leads:
             print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - a logger may hang
         self._wait_for(heard)
         if leads:
-            self._kill_silent(heard)
+            self._kill_silent(heard, recorded)
         os._exit(EXIT_CODE)
 
     def _wait_for(self, ranks: Sequence[int]) -> None:
@@ -236,13 +237,16 @@ class Watchdog:
             self._ask(left)
             self._connections.serve(self._between / 4)
 
-    def _kill_silent(self, heard: Sequence[int]) -> None:
+    def _kill_silent(self, heard: Sequence[int], recorded: float) -> None:
         """Kill ranks of this machine that cannot end themselves, unless their launcher does so at once."""
         if environment.launcher_kills_stopped_ranks():
             return
-        for rank, peer in self._peers.items():
-            if rank not in heard and not peer.is_gone:
-                self._connections.kill(rank)
+        silent = [rank for rank, peer in self._peers.items() if rank not in heard and not peer.is_gone]
+        if silent and environment.error_file() is not None:
+            # torch's agents name the first failure, by whole seconds: this one, not that of a killed rank.
+            time.sleep(max(0.0, int(recorded) + 1 - time.time()))
+        for rank in silent:
+            self._connections.kill(rank)
 
     def _text(self, now: float) -> str:
         stands = {self._rank: self._stand(), **{rank: peer.told for rank, peer in self._peers.items()}}
