@@ -284,10 +284,10 @@ def test_a_stopped_process_of_torchrun_is_killed(tmp_path: Path, rank: int) -> N
     script.write_text(ALONE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     variables = {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "HANGS": str(rank)}
+    environment = {**os.environ, **variables}
     done = subprocess.run(
-        [*command, str(tmp_path), "stopped"], env={**os.environ, **variables}, capture_output=True, text=True, timeout=90,
-        check=False,
-    )  # fmt: skip
+        [*command, str(tmp_path), "stopped"], env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
     assert done.returncode == 1
     cause = done.stderr.partition("Root Cause")[2]
     assert "HangError: No rank has made progress for " in cause
