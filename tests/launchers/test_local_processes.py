@@ -212,7 +212,7 @@ def test_processes_are_told_what_torchs_agent_tells_them(tmp_path: Path) -> None
         local, agent = (json.loads((folder / f"{name}{rank}").read_text()) for name in ("local", "agent"))
         assert not agent.keys() - local.keys() - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
         different = {name for name in local if local[name] != agent.get(name)}
-        assert different <= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE"}
+        assert different <= {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TRAINER_LIB_KILLS_STOPPED_RANKS"}
         assert local["RANK"] == local["LOCAL_RANK"] == str(rank)
 
 
