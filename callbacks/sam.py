@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.kept_state import attributes_kept, tensors_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept, tensors_kept
 from trainer_lib.modules.module_buffers import buffers_kept, no_gradients_of
 
 _OF_A_BATCH = ("batch", "loss_sum", "weight", "outputs")

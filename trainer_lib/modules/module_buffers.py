@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.foundation.tensor_operations import foreach_copy_
-from trainer_lib.modules.tensor_slots import buffer_slots
+from trainer_lib.foundation.tensors.tensor_operations import foreach_copy_
+from trainer_lib.modules.weights.tensor_slots import buffer_slots
 
 
 class Buffers:

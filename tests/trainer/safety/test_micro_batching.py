@@ -16,7 +16,7 @@ from trainer_lib.callbacks import LabelSmoothing
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import NoExecutableBatchSizeError
 from trainer_lib.modules.module_buffers import Buffers
-from trainer_lib.options.ddp_options import DistributedDataParallelKwargs
+from trainer_lib.options.parallel.ddp_options import DistributedDataParallelKwargs
 
 
 class Full(torch.autograd.Function):

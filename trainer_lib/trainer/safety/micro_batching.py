@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError, NoExecutableBatchSizeError, UnsupportedError
-from trainer_lib.foundation.kept_state import attributes_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import free_memory_of, is_out_of_memory
 from trainer_lib.modules.module_buffers import Buffers

@@ -16,7 +16,7 @@ from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.module_buffers import Buffers
 from trainer_lib.trainer.fit.context import FitContext
-from trainer_lib.trainer.fit.step_message import StepMessage
+from trainer_lib.trainer.fit.windows.step_message import StepMessage
 from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
 
 _logger = get_logger(__name__)

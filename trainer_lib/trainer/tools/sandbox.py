@@ -19,7 +19,7 @@ from trainer_lib.data_loader.order.epoch_start import generators_kept, generator
 from trainer_lib.data_loader.order.held_generators import HeldGenerators
 from trainer_lib.events import Callback, Dispatcher, Modifier
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.kept_state import attributes_kept
+from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.modules.module_buffers import Buffers
 from trainer_lib.trainer import defaults
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
