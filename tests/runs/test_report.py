@@ -131,10 +131,18 @@ def test_which_runs_are_found(tmp_path: Path) -> None:
     assert [run.name for run in find_runs([second, first, file, first])] == ["other", "one", "alone"]
     twin = make_run(tmp_path / "elsewhere" / "one")
     assert [run.name for run in find_runs([first, twin])] == [str(first), str(twin)]
+    make_run(tmp_path / "elsewhere" / "of" / "a" / "day")
+    make_run(tmp_path / "elsewhere" / "too" / "deep" / "to" / "be" / "found")
+    make_run(first / "checkpoints" / "no run")
+    assert [run.name for run in find_runs([tmp_path / "elsewhere"])] == ["day", "one"]
+    assert [run.name for run in find_runs([tmp_path])] == [
+        str(run) for run in (tmp_path / "elsewhere" / "of" / "a" / "day", twin, first, second)
+    ]
     with pytest.raises(ConfigurationError, match="does not exist"):
         find_runs([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match=r"has no run: no run.json or history.jsonl. Give the folder of a run"):
-        find_runs([tmp_path])
+        find_runs([tmp_path / "empty"])
     for number in range(24):
         make_run(tmp_path / "runs" / f"more-{number}", [])
     with pytest.raises(ConfigurationError, match=r"compares at most 24 runs \(got 26\)"):

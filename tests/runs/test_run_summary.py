@@ -72,7 +72,8 @@ def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> Non
 
 def test_runs_are_found_in_folders_and_subfolders(tmp_path: Path) -> None:
     make_run(tmp_path / "b", [], {"created": 2.0})
-    make_run(tmp_path / "deep" / "a", [], {"created": 1.0})
+    make_run(tmp_path / "deep" / "in" / "a" / "folder" / "a", [], {"created": 0.0})
+    make_run(tmp_path / "deep" / "in" / "a" / "a", [], {"created": 1.0})
     make_run(tmp_path / "c", [line("log", 1, loss="NaN")], {"created": 3.0})
     (tmp_path / "no run").mkdir()
     assert [run.path.name for run in list_runs(tmp_path)] == ["a", "b", "c"]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError
@@ -11,12 +11,27 @@ from trainer_lib.runs.run_environment import is_alive
 from trainer_lib.runs.run_file import read_facts
 from trainer_lib.runs.run_folder import EVALUATIONS_FILE, HISTORY_FILE, RUN_FILE, RunFolder
 
+_LEVELS = 4  # such as outputs/DATE/TIME/RUN_ID
 _SILENT_AFTER = 600.0  # seconds without a line, for processes on other machines
+
+
+_Folder = TypeVar("_Folder", bound=AnyPath)
 
 
 def is_run(folder: AnyPath) -> bool:
     """Whether a folder belongs to a run."""
     return (folder / RUN_FILE).is_file() or (folder / HISTORY_FILE).is_file()
+
+
+def run_folders(folder: _Folder) -> list[_Folder]:
+    """Return the folders of the runs in a folder, down to its fourth level; the folder itself if it is a run's."""
+    found: list[Any] = [folder] if is_run(folder) else []
+    level: list[Any] = [folder]
+    for _ in range(_LEVELS):
+        # Below a run there are its checkpoints.
+        level = [path for parent in level if parent not in found for path in parent.glob("*/") if path.is_dir()]
+        found += [path for path in level if is_run(path)]
+    return found
 
 
 def history_file(folder: AnyPath) -> Path:

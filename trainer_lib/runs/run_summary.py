@@ -11,7 +11,7 @@ from typing import Any
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.runs.run_folder import recorded_checkpoint
 from trainer_lib.runs.run_history import number_of
-from trainer_lib.runs.run_status import facts_of, history_file, is_run, standing
+from trainer_lib.runs.run_status import facts_of, history_file, run_folders, standing
 
 _LOSSES = 60  # points of a sparkline
 
@@ -49,12 +49,7 @@ class RunSummary:
 
 def list_runs(folder: AnyPath) -> list[RunSummary]:
     """Return the runs in a folder and its subfolders, or the run of this folder; the newest last."""
-    if is_run(folder):
-        folders = [folder]
-    else:
-        paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
-        folders = [path for path in paths if path.is_dir() and is_run(path)]
-    return sorted((summarize_run(path) for path in folders), key=lambda run: (run.created, str(run.path)))
+    return sorted((summarize_run(path) for path in run_folders(folder)), key=lambda run: (run.created, str(run.path)))
 
 
 def name_of(run: AnyPath, folder: AnyPath) -> str:

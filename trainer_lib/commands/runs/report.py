@@ -75,12 +75,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _default_file(given: Sequence[AnyPath], count: int) -> Path:
     from trainer_lib.runs.report.report_page import REPORT_FILE
-    from trainer_lib.runs.run_status import is_run
+    from trainer_lib.runs.run_status import run_folders
 
     only = given[0]
     if count > 1 or not isinstance(only, Path):
         return Path(REPORT_FILE)
     if only.is_file():
         return only.with_suffix(".html")
-    folder = only if is_run(only) else next(path for path in only.iterdir() if path.is_dir() and is_run(path))
-    return folder / REPORT_FILE
+    return Path(*run_folders(only), REPORT_FILE)

@@ -13,7 +13,7 @@ from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.runs.report.report_data import Source, contents
-from trainer_lib.runs.run_status import is_run
+from trainer_lib.runs.run_status import run_folders
 
 REPORT_FILE = "report.html"
 _SCRIPTS = ("format.js", "elements.js", "theme.js", "chart.js", "save_chart.js", "tables.js", "page.js")
@@ -41,10 +41,7 @@ def find_runs(paths: Sequence[AnyPath]) -> list[Source]:
     """
     runs: list[AnyPath] = []
     for path in paths:
-        if path.is_file() or is_run(path):
-            inside = [path]
-        else:
-            inside = sorted((child for child in path.glob("*") if child.is_dir() and is_run(child)), key=str)
+        inside = [path] if path.is_file() else sorted(run_folders(path), key=str)
         if not inside:
             problem = "has no run: no run.json or history.jsonl" if path.is_dir() else "does not exist"
             raise ConfigurationError(
