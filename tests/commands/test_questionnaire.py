@@ -429,8 +429,13 @@ def test_a_basic_configuration_is_written_without_questions(tmp_path: Path, caps
     command = ["config", "default", "--config_file", str(file), "--mixed_precision", "bf16"]
     assert main(command) == 0
     assert load_config_from_file(file).mixed_precision == "bf16"
-    assert main(command) == 2
-    assert f"There is a configuration in {file} already, which stays as it is." in capsys.readouterr().err
+    file.write_text(before := file.read_text() + "# mine\n")
+    assert main(command) == main(command[:-2]) == 0, "as of Accelerate, so that a script can say it each time"
+    kept = f"There is a configuration in {file} already, which stays as it is"
+    assert capsys.readouterr().out.count(f"{kept}.\n") == 2
+    assert main([*command[:-1], "fp16"]) == 2
+    assert f"{kept}, with the precision 'bf16' instead of 'fp16'." in capsys.readouterr().err
+    assert file.read_text() == before
 
 
 def test_update_rewrites_old_keys_and_keeps_the_file_as_it_was(

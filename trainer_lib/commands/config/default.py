@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer_lib.commands.subcommands import writing
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.settings.config_file import default_config_file
-from trainer_lib.launchers.settings.config_file import write_basic_config as write_basic_config
+from trainer_lib.launchers.config_file import default_config_file, load_config_from_file
+from trainer_lib.launchers.config_file import write_basic_config as write_basic_config
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -15,7 +15,7 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
     command = parser.add_parser("default", parents=parents, help="write a basic configuration for this machine")
     command.add_argument("--config_file", "--config-file", dest="save_location", help="the file to write")
     command.add_argument(
-        "--mixed_precision", "--mixed-precision", choices=["no", "fp16", "bf16"], default="no", help="the precision"
+        "--mixed_precision", "--mixed-precision", choices=["no", "fp16", "bf16"], help="the precision (default: no)"
     )
     command.set_defaults(func=default_config_command)
     return command
@@ -24,12 +24,16 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
 def default_config_command(args: argparse.Namespace) -> None:
     """Write the configuration that the parsed options ask for."""
     place = default_config_file() if args.save_location is None else Path(args.save_location).expanduser()
-    with writing(place):
-        file = write_basic_config(args.mixed_precision, place)
-    if file:
-        print(f"The configuration is in {file}.")
-    else:
+    if not place.exists():
+        with writing(place):
+            write_basic_config(args.mixed_precision or "no", place)
+        print(f"The configuration is in {place}.")
+        return
+    stays = f"There is a configuration in {place} already, which stays as it is"
+    precision = load_config_from_file(place).mixed_precision
+    if args.mixed_precision not in (None, precision):
         raise ConfigurationError(
-            f"There is a configuration in {place} already, which stays as it is. Delete it, change it with "
+            f"{stays}, with the precision {precision!r} instead of {args.mixed_precision!r}. Delete it, change it with "
             "`trainer-lib config`, or give --config_file another name."
         )
+    print(f"{stays}.")
