@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from tests.worlds import run_world
 from trainer_lib import Accelerator
@@ -50,6 +50,30 @@ class JitterInSlot:
 
 class Compose:
     def __init__(self, *transforms: Callable[[Any], Any]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, sample: Any) -> Any:
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+class JitterOfBits:
+    """A transform that draws from bits without a generator around them."""
+
+    def __init__(self, bits: np.random.BitGenerator | None) -> None:
+        self.bits = bits
+
+    def __call__(self, sample: Any) -> float:
+        if self.bits is None:
+            self.bits = np.random.Philox(3)
+        return float(sample + self.bits.random_raw() / 2**64)
+
+
+class EachOf:
+    """A transform that applies each one of a set or an array."""
+
+    def __init__(self, transforms: Any) -> None:
         self.transforms = transforms
 
     def __call__(self, sample: Any) -> Any:
@@ -113,7 +137,7 @@ def collated(samples: list[Any], rng: random.Random) -> Any:
     return [sample + rng.random() for sample in samples]
 
 
-def around(rng: np.random.Generator) -> Callable[[Any], float]:
+def around(rng: Any) -> Callable[[Any], float]:
     return lambda sample: float(sample + rng.random())
 
 
@@ -128,6 +152,10 @@ def reset() -> None:
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "transform": lambda: DataLoader(Transformed(Jitter()), 3, collate_fn=list),
     "transforms in a list": lambda: DataLoader(Transformed(Compose(Jitter(1), Compose(Jitter(2)))), 3, collate_fn=list),
+    "set": lambda: DataLoader(Transformed(EachOf({Jitter(9)})), 3, collate_fn=list),
+    "object array": lambda: DataLoader(Transformed(EachOf(np.array([Jitter(9)], object))), 3, collate_fn=list),
+    "bit generator": lambda: DataLoader(Transformed(JitterOfBits(np.random.PCG64(9))), 3, collate_fn=list),
+    "late bit generator": lambda: DataLoader(Transformed(JitterOfBits(None)), 3, collate_fn=list),
     "slot": lambda: DataLoader(Transformed(Compose(JitterInSlot(3))), 3, collate_fn=list),
     "transform in a part": lambda: DataLoader(ConcatDataset([Transformed(Jitter()), Transformed(int)]), 3),
     "generator of a class": lambda: DataLoader(Transformed(JitterOfClass()), 3, collate_fn=list),
@@ -274,3 +302,13 @@ def test_each_rank_has_its_own(tmp_path: Path) -> None:
     for whole, resumed in ranks:
         assert resumed == whole
     assert ranks[0] != ranks[1]
+
+
+def test_the_generator_of_the_operating_system_has_no_state() -> None:
+    sampler: Any = RandomSampler(range(SIZE))
+    sampler.rng = random.SystemRandom()
+    samples = Transformed(around(random.SystemRandom()))
+    loader: Any = prepare_data_loader(DataLoader(samples, 3, sampler=sampler), num_processes=1)
+    with loader.generators_kept():
+        assert len(list(loader)) == 4
+    assert loader.state_dict().get("sample_generators", {}) == {}

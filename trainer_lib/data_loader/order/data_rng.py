@@ -30,7 +30,13 @@ def is_global(generator: Any) -> bool:
 @functools.cache
 def generator_types() -> tuple[type, ...]:
     """Return the types of generators that loaders and datasets may hold."""
-    return torch.Generator, np.random.Generator, np.random.RandomState, random.Random
+    return torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random
+
+
+def is_generator(value: Any) -> bool:
+    """Whether this is a generator with a state, which that of the operating system has not."""
+    kind = type(value)  # not `isinstance`, which asks a proxy what it stands for
+    return issubclass(kind, generator_types()) and not issubclass(kind, random.SystemRandom)
 
 
 def derived_seed(seed: int, *keys: object) -> int:

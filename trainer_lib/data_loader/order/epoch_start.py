@@ -16,10 +16,12 @@ from trainer_lib.data_loader.order.data_rng import (
     GLOBAL_GENERATORS,
     RandomStream,
     derived_seed,
-    generator_types,
     global_generator,
+    is_generator,
 )
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+
+_WITHOUT_GENERATOR = "without_generator"  # in states of what generators of numpy draw their bits from
 
 
 @frozen_dataclass(kw_only=True)
@@ -163,7 +165,7 @@ def generators_of(sampler: Any, outer: tuple[Any, ...] = ()) -> list[Any]:
     """Return the random generators that a sampler and the samplers inside it hold."""
     found: list[Any] = []
     for value in cast("dict[str, Any]", getattr(sampler, "__dict__", {})).values():
-        if isinstance(value, generator_types()):
+        if is_generator(value):
             found.append(value)
         elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
             found += generators_of(value, (*outer, sampler))
@@ -210,7 +212,8 @@ def made_from(state: Any) -> Any:
     elif "has_gauss" in state:
         made = np.random.RandomState()
     else:
-        made = np.random.Generator(getattr(np.random, state["bit_generator"])())
+        bits = getattr(np.random, state["bit_generator"])()
+        made = bits if _WITHOUT_GENERATOR in state else np.random.Generator(bits)
     set_state(made, state)
     return made
 
@@ -219,6 +222,8 @@ def state_of(generator: Any) -> Any:
     """Return the state of a generator as numbers and texts."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes().hex()
+    if isinstance(generator, np.random.BitGenerator):
+        return {**_plain(generator.state), _WITHOUT_GENERATOR: True}
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
     if hasattr(generator, "getstate"):  # Python's
@@ -239,8 +244,8 @@ def set_state(generator: Any, state: Any) -> None:
     """Set a generator to a state that `state_of` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+    elif (bits := _bits_of(generator)) is not None:
+        bits.state = state
     elif hasattr(generator, "setstate"):
         generator.setstate((state[0], tuple(state[1]), state[2]))
     else:
@@ -251,10 +256,17 @@ def reseed(generator: Any, seed: int) -> None:
     """Set a generator to the start of the numbers that follow from `seed`."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state  # type: ignore[call-arg]
+    elif (bits := _bits_of(generator)) is not None:
+        bits.state = type(bits)(seed).state
     else:
         generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
+
+
+def _bits_of(generator: Any) -> Any:
+    """Return what a generator of numpy draws its bits from; `None` for others."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator
+    return generator if isinstance(generator, np.random.BitGenerator) else None
 
 
 def _plain(state: Any) -> Any:
@@ -270,7 +282,7 @@ def replaced_generators(sampler: Any, replace: Callable[[Any], Any], outer: tupl
     changed: dict[str, Any] = {}
     for name, value in cast("dict[str, Any]", getattr(sampler, "__dict__", {})).items():
         new = value
-        if isinstance(value, generator_types()):
+        if is_generator(value):
             new = replace(value)
         elif isinstance(value, Sampler) and not any(value is other for other in (*outer, sampler)):
             new = replaced_generators(value, replace, (*outer, sampler))

@@ -10,7 +10,8 @@ import types
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainer_lib.data_loader.order.data_rng import generator_types, is_global
+from trainer_lib.data_loader.order.data_rng import is_generator, is_global
 from trainer_lib.data_loader.order.epoch_start import is_state_of, made_from, set_state, state_of
 from trainer_lib.foundation.public_names.signatures import names_in
 
 _MOST_OBJECTS = 4096
 _LONGEST = 256  # longer containers hold data, not transforms
-_CONTAINERS = (dict, list, tuple, deque)
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+_CONTAINERS = (dict, *_SEQUENCES)
 _DATA = frozenset({bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray})
 _PARTS_OF_MODULES = vars(nn.Module()).keys() - {"_modules"}  # parameters, buffers, hooks
 _ENGINES = {"trainer_lib.accelerator.accelerator", "trainer_lib.trainer.trainer"}
@@ -98,7 +100,7 @@ class HeldGenerators:
                 set_state(generator, state)
             for holder, key in empty.values():
                 value = _at(holder, key)
-                if issubclass(type(value), generator_types()) and not is_global(value):
+                if is_generator(value) and not is_global(value):
                     _put(holder, key, None)
 
     def _walk(self) -> tuple[dict[str, Held], dict[str, tuple[Any, Any]]]:
@@ -115,11 +117,13 @@ class HeldGenerators:
             elif id(value) not in seen and not _is_left_out(type(value)):
                 seen[id(value)] = value
                 path += step.format(key)
-                if issubclass(type(value), generator_types()):
+                if is_generator(value):
                     if not is_global(value):
                         found[path] = Held(holder, key, value)
                     continue
                 for step, name, part in _parts(value):
+                    if type(part) is np.ndarray and part.dtype == object:
+                        part = list(islice(part.flat, _LONGEST + 1))
                     if type(part) not in _DATA:
                         is_far = issubclass(type(part), _CONTAINERS) and issubclass(type(value), _CONTAINERS)
                         (far if is_far else near).append((path, step, value, name, part))
@@ -149,10 +153,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
         if dict.__len__(value) <= _LONGEST:
             yield from (("[{!r}]", key, part) for key, part in list(dict.items(value)))
         return
-    for sequence in (list, tuple, deque):
+    for sequence in _SEQUENCES:
         if issubclass(kind, sequence):
             # Long ones are read for datasets alone, such as those of ConcatDataset.
-            if sequence.__len__(value) <= _LONGEST or issubclass(type(sequence.__getitem__(value, 0)), Dataset):
+            if sequence.__len__(value) <= _LONGEST or issubclass(type(next(sequence.__iter__(value))), Dataset):
                 yield from (("[{}]", index, part) for index, part in enumerate(list(sequence.__iter__(value))))
             return
     if issubclass(kind, functools.partial):
@@ -197,7 +201,7 @@ def _of_class(kind: type) -> dict[str, Any]:
     """Return the generators that are attributes of a class."""
     found: dict[str, Any] = {}
     for part in reversed(kind.__mro__):
-        found |= {name: value for name, value in vars(part).items() if issubclass(type(value), generator_types())}
+        found |= {name: value for name, value in vars(part).items() if is_generator(value)}
     return found
 
 
@@ -223,13 +227,14 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in sorted(names_in(function.__code__) & defined.keys()):
         value = defined[name]
         kind = type(value)
-        if issubclass(kind, generator_types()) or (callable(value) and not issubclass(kind, type)):
+        if is_generator(value) or (callable(value) and not issubclass(kind, type)):
             yield name, value
 
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    return tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    return tuple(folder + os.sep for folder in {*installed, str(Path(__file__).parents[2])})  # this library too
 
 
 def _is_of_library(function: types.FunctionType) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from trainer_lib.data_loader.order.data_rng import RandomStream, generator_types
+from trainer_lib.data_loader.order.data_rng import RandomStream, is_generator
 
 _SEED = 20_240_229  # the same on all ranks
 
@@ -55,7 +55,7 @@ def _twin(dataset: Any) -> Any:
     for name, value in list(attributes.items()):
         if isinstance(value, torch.Generator):
             attributes[name] = value.clone_state()
-        elif isinstance(value, generator_types()):
+        elif is_generator(value):
             attributes[name] = copy.deepcopy(value)
         elif isinstance(value, Dataset):
             attributes[name] = _twin(value)
