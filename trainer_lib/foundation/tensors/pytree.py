@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,12 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] = never) -> Iterator[Any]:
     """Yield the leaves, in the order of `map_leaves`."""
-    return (leaf for _, leaf in named_leaves(tree, is_leaf))
+    kind = type(tree)
+    if kind is Tensor or kind in _PLAIN or is_leaf(tree) or (parts := _parts(tree)) is None:
+        yield tree
+    else:
+        for part in parts:
+            yield from leaves(part, is_leaf)
 
 
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = never, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -297,6 +302,15 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
             tree, {name: _sent(value, device, non_blocking, skipped) for name, value in _fields(tree).items()}
         )
     return tree
+
+
+def _parts(tree: Any) -> Iterable[Any] | None:
+    """Return what a container holds; `None` for a leaf."""
+    if isinstance(tree, (tuple, list)):
+        return cast("Iterable[Any]", tree)
+    if isinstance(tree, Mapping):
+        return cast("Iterable[Any]", tree.values())
+    return _fields(tree).values() if is_dataclass_value(tree) else None
 
 
 def _rebuilt_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
