@@ -4,8 +4,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field
-from pathlib import Path
+from dataclasses import field
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME
@@ -104,7 +103,7 @@ class Manifest:
 
     def content(self) -> dict[str, Any]:
         """Return the contents of the file, without the digest."""
-        content = {"format": _FORMAT, **asdict(self)}
+        content = {"format": _FORMAT, **vars(self)}
         return content | {name: _plain(name, content[name]) for name in _ENCODED}
 
 
