@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,6 +254,42 @@ def test_a_program_that_lost_its_run_writes_nothing_more(tmp_path: Path) -> None
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-00000002"]
     assert (folder / "run.json").read_text() == "of another"
     assert lease_files(folder) == ["lease-00000002.json"]
+
+
+class LosesFolder(Modifier):
+    """Has somebody delete all runs after a step."""
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == 3 and run.is_main_process:
+            assert isinstance(run.folder, Path)
+            shutil.rmtree(run.folder.parent)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_that_is_deleted_while_a_run_trains_is_created_again(
+    processes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "runs"
+
+    def body() -> None:
+        args = arguments(output_dir=root, save_every=2, log_every=1, max_steps=5, save_in_background=False)
+        assert trainer(args, callbacks=[LosesFolder()]).fit().state.status == "finished"
+
+    if processes == 1:
+        body()
+        assert "was deleted while the run trains. It is created again." in caplog.text
+    else:
+        run_world(body, (), processes)
+    (folder,) = root.iterdir()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "checkpoint-00000004",
+        "checkpoint-00000005",
+    ]
+    lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "log"] == [3, 4, 5]
+    assert lines[-1]["event"] == "ended"
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    assert lease_files(root) == []
 
 
 @pytest.mark.parametrize("ends", ["finished", "failed"])

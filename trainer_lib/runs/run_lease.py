@@ -22,6 +22,7 @@ from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import RunInUseError, UnreachableError
 from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_environment import describe_process, is_alive
+from trainer_lib.runs.run_folder import RUN_FILE
 
 _logger = get_logger(__name__)
 
@@ -91,15 +92,21 @@ class Lease:
         self._thread.start()
 
     def loss(self) -> str | None:
-        """Return why the lease is lost, such as to a program that took over while this one was paused; or `None`."""
-        if self._file is None:
+        """Return why the lease is lost, such as to a program that took over while this one was paused; or `None`.
+
+        A folder that was deleted with all that was in it has no other program: it is created again, with a warning.
+        """
+        if self.folder is None or self._file is None or self._is_ours(self._file):
             return None
         try:
-            holder = _read(self._file)
-        except UnreachableError:  # unknown: assume that it is held
+            if not (self.folder / RUN_FILE).exists():
+                self._file = self._create_lease(self.folder)
+                _logger.warning("The folder %s was deleted while the run trains. It is created again.", self.folder)
+                return None
+        except (OSError, UnreachableError):  # unknown: assume that it is held
             return None
-        if holder is not None and holder.get("token") == self._token:
-            return None
+        except RunInUseError as error:
+            return str(error)
         return (
             f"The lease of the run {self.folder} was taken over by another program, because this one sent no heartbeat "
             f"for {STALE_AFTER:g} seconds or the lease file was deleted."
@@ -112,7 +119,7 @@ class Lease:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(HEARTBEAT)
-        is_lost = self.loss() is not None
+        is_lost = not self._is_ours(self._file)
         file, self._file, self._thread = self._file, None, None
         _held.discard(self._token)
         try:
@@ -120,6 +127,14 @@ class Lease:
                 file.unlink(missing_ok=True)
         except (OSError, UnreachableError) as error:
             _logger.warning("The lease %s could not be deleted: %s", file, error)
+
+    def _is_ours(self, file: AnyPath) -> bool:
+        """Whether a lease is this one's, as far as is known."""
+        try:
+            holder = _read(file)
+        except UnreachableError:
+            return True
+        return holder is not None and holder.get("token") == self._token
 
     def _create_lease(self, folder: AnyPath) -> AnyPath:
         if isinstance(folder, Path):
@@ -142,12 +157,12 @@ class Lease:
             return file
 
     def _beat(self) -> None:
-        """Renew the lease until it is released or lost."""
+        """Renew the lease until it is released, unless it is lost."""
         while not self._stop.wait(HEARTBEAT):
             file = self._file
             try:
-                if file is None or self.loss() is not None:
-                    return
+                if file is None or not self._is_ours(file):
+                    continue
                 if isinstance(file, Path):
                     os.utime(file)
                 else:

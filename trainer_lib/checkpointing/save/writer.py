@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -206,10 +206,16 @@ def _explained(path: Path, bytes_needed: int) -> Generator[None]:
 
 def _cannot_write(path: Path, error: Exception, bytes_needed: int | None = None) -> UnwritableError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    free = convert_bytes(shutil.disk_usage(parent).free)
+    free = convert_bytes(_free_bytes(path))
     needs = "" if bytes_needed is None else f" This rank's files need about {convert_bytes(bytes_needed)};"
     return UnwritableError(
         f"{path} could not be written: {reason}.{needs} {free} are free there. Earlier checkpoints are unchanged. "
         "(On several machines without a shared file system, use ProjectConfiguration(save_on_each_node=True).)"
     )
+
+
+def _free_bytes(path: Path) -> int:
+    for folder in (path, *path.parents):
+        with suppress(OSError):  # not there, or deleted now
+            return shutil.disk_usage(folder).free
+    return 0
