@@ -19,7 +19,9 @@ from trainer_lib import (
 )
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
-from trainer_lib.options.parallel.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 
@@ -65,6 +67,11 @@ def test_the_options_of_each_dimension_can_be_read() -> None:
     assert config.sp_handler.sp_seq_length_is_variable
     assert config.tp_handler is not None
     assert config.cp_handler is config.pp_handler is None
+    assert config.tp_options is config.tp_handler
+    assert (config.cp_options, config.pp_options) == (TorchContextParallelConfig(), TorchPipelineParallelConfig())
+    split = ParallelismConfig(cp_size=2, pp_size=2)
+    assert (split.cp_options, split.pp_options) == (split.cp_handler, split.pp_handler)
+    assert split.tp_options == TorchTensorParallelConfig()
     kernel = DeepSpeedSequenceParallelConfig(sp_attn_implementation="kernels-community/flash-attn2")
     assert ParallelismConfig(sp_size=2, sp_handler=kernel).sp_handler is kernel
 

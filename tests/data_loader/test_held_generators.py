@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -262,6 +263,32 @@ def test_no_code_of_other_objects_is_called() -> None:
     vars(samples.accelerator)["rng"] = random.Random(0)
     paths = HeldGenerators({"dataset": samples}).by_path()
     assert [*paths] == ["dataset.transform.rng", "dataset.awkward['inner'].rng"]
+
+
+def test_each_is_found_once_also_where_objects_hold_each_other() -> None:
+    samples: Any = Transformed(Jitter())
+    samples.other, samples.same, samples.itself = Compose(samples), samples.transform.rng, samples
+    assert [*HeldGenerators({"dataset": samples}).by_path()] == ["dataset.same"]
+
+
+def test_one_that_is_made_late_comes_back_in_a_dict_a_list_and_a_deque() -> None:
+    def holders() -> Any:
+        samples: Any = Transformed(None)
+        samples.named, samples.listed, samples.queued = {"rng": None, "rest": None}, [None], deque([None])
+        return samples
+
+    used = holders()
+    for holder, key in ((used.named, "rng"), (used.listed, 0), (used.queued, 0)):
+        holder[key] = random.Random(3)
+        holder[key].random()
+    fresh = holders()
+    held = HeldGenerators({"dataset": fresh})
+    with held.kept():
+        held.restore(HeldGenerators({"dataset": used}).states())
+        fresh.named["rest"] = "a value that is kept"
+        expected = [used.named["rng"].random()] * 3
+        assert [fresh.named["rng"].random(), fresh.listed[0].random(), fresh.queued[0].random()] == expected
+    assert (fresh.named, [*fresh.listed, *fresh.queued]) == ({"rng": None, "rest": "a value that is kept"}, [None] * 2)
 
 
 def test_much_data_does_not_hide_them() -> None:

@@ -28,6 +28,7 @@ class Remembering(nn.Module):
         self.layer, self.grows = nn.Linear(6, 2), grows
         self.register_buffer("bank", torch.zeros(1 if grows else 4, 6), persistent=False)
         self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.register_buffer("unset", None, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = self.layer(inputs + self.bank.mean(0) + self.table)
@@ -63,6 +64,11 @@ def test_only_buffers_that_change_are_saved(tmp_path: Path) -> None:
     trained(tmp_path / "none", 3, nn.Linear(6, 2))
     (file,) = tmp_path.glob("none/*/checkpoints/checkpoint-00000003/custom_checkpoint_0.json")
     assert "changed_buffers" not in json.loads(file.read_text())
+    without_values = nn.Linear(6, 2)
+    without_values.register_buffer("unset", None, persistent=False)
+    trained(tmp_path / "unset", 3, without_values)
+    (file,) = tmp_path.glob("unset/*/checkpoints/checkpoint-00000003/custom_checkpoint_0.json")
+    assert json.loads(file.read_text())["changed_buffers"] == {}
 
 
 def test_a_run_that_was_compiled_resumes_without_compiling(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ConfigurationError, FullyShardedDataParallelPlugin, Trainer, TrainingArguments
+from trainer_lib.trainer.optim.low_rank_adamw import GaLoreAdamW
+from trainer_lib.trainer.optim.muon_adamw import MuonAdamW
 from trainer_lib.trainer.optim.stochastic_adamw import StochasticAdamW, round_stochastically
 
 BF16 = torch.bfloat16
@@ -59,6 +61,23 @@ def test_weights_in_fp32_are_those_of_adamw() -> None:
     )
     with pytest.raises(ConfigurationError, match=r"betas must be at least 0 and below 1 \(got \(0.9, 1.0\)\)"):
         StochasticAdamW(network().parameters(), betas=(0.9, 1.0))
+
+
+@pytest.mark.parametrize("kind", [StochasticAdamW, GaLoreAdamW, MuonAdamW])
+def test_a_step_computes_the_loss_of_a_closure_with_gradients(kind: Any) -> None:
+    models = network(), network()
+    optimizers = [kind(model.parameters(), lr=0.1) for model in models]
+
+    def loss_of(model: nn.Module) -> Tensor:
+        loss = model(INPUTS).square().mean()
+        loss.backward()
+        return loss
+
+    loss = optimizers[0].step(lambda: loss_of(models[0]))
+    assert torch.equal(loss, loss_of(models[1]))
+    assert optimizers[1].step() is None
+    for weight, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(weight, other)
 
 
 def fitted(folder: Path, steps: int, resume: str) -> list[Tensor]:
