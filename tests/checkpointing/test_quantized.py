@@ -159,3 +159,25 @@ def test_states_whose_shards_differ_in_size_are_refused(tmp_path: Path) -> None:
 
     for message in run_world(body, (), 2, timeout=120):
         assert "a weight of (65, 128) is not split by rows into 2 equal shards" in message
+
+
+def test_a_run_whose_states_cannot_be_saved_ends_at_its_first_update(tmp_path: Path) -> None:
+    def body() -> str:
+        import torchao.optim
+
+        torch.compiler.set_stance("force_eager")
+        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 65))
+        args = TrainingArguments(
+            output_dir=tmp_path, max_steps=9, save_every="9 steps", use_cpu=True, progress_bar=False, fsdp=True
+        )
+        trainer = Trainer(
+            model, args, train_dataset=(torch.ones(16, 128), torch.ones(16, 65)), loss_fn=nn.functional.mse_loss,
+            optimizer=torchao.optim.AdamW8bit(model.parameters()),
+        )  # fmt: skip
+        with pytest.raises(CheckpointError) as refused:
+            trainer.fit()
+        assert trainer.state.step == 0
+        return str(refused.value)
+
+    for message in run_world(body, (), 2, timeout=120):
+        assert "is not split by rows into 2 equal shards, so checkpoints cannot hold it" in message

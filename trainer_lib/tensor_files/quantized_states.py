@@ -5,7 +5,7 @@ again like weights: no value is converted.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -114,6 +114,18 @@ class QuantizedState:
         parts = {**parts, _VALUES: parts[_VALUES].view(_KINDS[self.kind])}
         context = [shape if isinstance(value, (torch.Size, tuple)) else value for value in self.context]
         return cls.__tensor_unflatten__(parts, context, shape, stride)
+
+
+def check_shards(states: Iterable[Mapping[str, Any]]) -> None:
+    """Check that checkpoints can hold the sharded states of an optimizer.
+
+    Raises:
+        CheckpointError: If the ranks' shards of a quantized one are not of one size.
+    """
+    for state in states:
+        for value in state.values():
+            if hasattr(value, "_local_tensor") and quantized_kind(value) is not None:
+                _check_split(value)
 
 
 def check_kind(kind: str, label: str) -> None:

@@ -5,7 +5,10 @@ import importlib
 from torch.optim import Optimizer
 
 from trainer_lib.checkpointing.format.overlapped_copies import versions_of
+from trainer_lib.collectives.agreement import raise_on_all_ranks
+from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.lazy_imports import without_collections
+from trainer_lib.options.enums import DistributedType
 from trainer_lib.trainer.fit.context import FitContext
 
 _KNOWN = "torch.optim."  # these optimizers change weights and states in `step` alone
@@ -45,7 +48,11 @@ class OverlappedSaves:
         self._weights = []
 
     def allocate(self) -> None:
-        """After the first update of a fit, import what the first save needs, and allocate its memory on a thread."""
+        """After the first update of a fit, import what the first save needs, and allocate its memory on a thread.
+
+        Raises:
+            CheckpointError: If checkpoints cannot hold the states of an optimizer.
+        """
         self.has_memory: bool = True
         context, args = self._context, self._context.run.args
         checkpoints = context.accelerator.checkpoints
@@ -56,6 +63,13 @@ class OverlappedSaves:
             self._saves.allocate(whole=not writes_shards)
         with without_collections():  # now, so that the first save does not import them
             importlib.import_module("trainer_lib.accelerator.checkpoints.save_state")
+        if context.accelerator.distributed_type is DistributedType.FSDP:
+            from trainer_lib.tensor_files.quantized_states import check_shards
+
+            # Shards of some ranks may be large enough to be quantized, and others not.
+            with raise_on_all_ranks(context.group, "fit", CheckpointError):
+                for optimizer in self._optimizers:
+                    check_shards(optimizer.state.values())
 
     def end(self) -> None:
         """Copy before `save_state` returns from now on."""
