@@ -134,6 +134,19 @@ def test_concatenate_goes_tensor_by_tensor(tree: Any) -> None:
     assert all(values == [1.0, 2.0, 1.0, 2.0] for values in numbers(joined))
 
 
+class OfRows(dict[str, Tensor]):
+    """A mapping whose iterator yields rows instead of keys, as that of a TensorDict."""
+
+    def __iter__(self) -> Any:
+        return iter(zip(*self.values(), strict=True))
+
+
+def test_concatenate_asks_a_mapping_for_its_items() -> None:
+    joined = pytree.concatenate([OfRows(a=vector()), OfRows(a=vector())])
+    assert dict(joined.items())["a"].tolist() == [1.0, 2.0, 1.0, 2.0]
+    assert type(joined) is OfRows
+
+
 def test_concatenate_along_another_dimension_and_what_it_refuses() -> None:
     assert pytree.concatenate([torch.ones(1, 2), torch.ones(1, 1)], dim=1).tolist() == [[1, 1, 1]]
 

@@ -217,7 +217,10 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if isinstance(first, (tuple, list)):
         return honor_type(first, [concatenate([tree[i] for tree in data], dim) for i in range(len(first))])
     if isinstance(first, Mapping):
-        return _rebuilt_mapping(first, {key: concatenate([tree[key] for tree in data], dim) for key in first})
+        # Not its iterator: that of a TensorDict yields rows.
+        return _rebuilt_mapping(
+            first, {key: concatenate([tree[key] for tree in data], dim) for key, _ in first.items()}
+        )
     if is_dataclass_value(first):
         return _rebuilt_dataclass(
             first, {name: concatenate([getattr(tree, name) for tree in data], dim) for name in _fields(first)}
