@@ -1,5 +1,6 @@
 """Quantized optimizer states are saved without conversion, and a name in a file imports no other class."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.worlds import run_world
 from trainer_lib import Accelerator, CheckpointError, FullyShardedDataParallelPlugin, Trainer, TrainingArguments
 from trainer_lib.checkpointing.format.state_codec import Encoded, decode, encode
+from trainer_lib.tensor_files.quantized_states import QuantizedState
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, as it is imported
 
@@ -147,6 +149,50 @@ def test_sharded_states_load_on_another_number_of_ranks(form: str, tmp_path: Pat
         loaded = run_world(load, (), processes, timeout=120)[0]
         assert len(loaded) == len(saved) == 8
         assert all(map(torch.equal, loaded, saved)), processes
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        (
+            2,
+            "The blocks of a state of the shape (66, 128) do not fit into shards of (33, 128).",
+        ),
+        (4, "a weight of (66, 128) is not split by rows into 4 equal shards"),
+    ],
+)
+def test_states_that_cannot_be_split_are_refused(processes: int, message: str, tmp_path: Path) -> None:
+    def save() -> None:
+        training = _sharded("AdamW8bit", tmp_path, "FULL_STATE_DICT", rows=66)
+        training.step(0)
+        training.accelerator.save_state(tmp_path / "state")
+
+    def load() -> str:
+        training = _sharded("AdamW8bit", tmp_path, "FULL_STATE_DICT", rows=66)
+        with pytest.raises(CheckpointError) as refused:
+            training.accelerator.load_state(tmp_path / "state")
+        return str(refused.value)
+
+    run_world(save, (), 1, timeout=120)
+    for refused in run_world(load, (), processes, timeout=120):
+        assert message in refused
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state = QuantizedState.of(OptimState8bit.zeros((4, 256)))
+    with pytest.raises(CheckpointError, match=r"has the shape \(4, 256\) instead of \(8, 128\)"):
+        state.split_like(torch.empty(8, 128), lambda parts: None)
+
+
+def test_a_state_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    encoded = encode({"exp_avg": OptimState8bit.zeros((4, 256))})
+    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
+    with pytest.raises(CheckpointError, match=r"is a torchao.optim.subclass_8bit.OptimState8bit: install torchao"):
+        decode(encoded)
 
 
 def test_states_whose_shards_differ_in_size_are_refused(tmp_path: Path) -> None:
