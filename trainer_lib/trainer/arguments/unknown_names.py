@@ -1,6 +1,7 @@
 """Errors for arguments that do not exist, with what to give instead."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -15,7 +16,7 @@ _NEAR = 0.85
 
 def check_names(cls: type, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Raise for names that are not arguments of `cls`, each with what to give instead."""
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    known = [name for name, is_given in _arguments_of(cls).items() if is_given]
     if positional:
         raise ConfigurationError(
             f"{cls.__name__} takes arguments by name only, got {positional[0]!r}."
@@ -34,7 +35,7 @@ def check_assigned(arguments: Any) -> None:
     Other attributes are yours.
     """
     kind = type(arguments)
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = _arguments_of(kind)
     others = {name: value for name, value in vars(arguments).items() if name not in known and not hasattr(kind, name)}
     check_names(
         kind,
@@ -47,6 +48,12 @@ def check_assigned(arguments: Any) -> None:
     )
 
 
+@functools.lru_cache(maxsize=64)  # each evaluation asks; a notebook defines classes again and again
+def _arguments_of(cls: type) -> dict[str, bool]:
+    """Return the names of arguments, and whether they are given to the constructor."""
+    return {field.name: field.init for field in dataclasses.fields(cls)}
+
+
 def missing_attribute(cls: type, name: str) -> str:
     """Return the message for an attribute that arguments do not have."""
     message = f"{cls.__name__} has no attribute {name!r}."
@@ -55,7 +62,7 @@ def missing_attribute(cls: type, name: str) -> str:
     if is_foreign(name):
         return f"{message} TrainingArguments({name}=…) says what Hugging Face's {name} is here."
     closest = renamed(name)
-    known = [field.name for field in dataclasses.fields(cls)]
+    known = _arguments_of(cls)
     return message + (f" Did you mean {closest!r}?" if closest else did_you_mean(name, known))
 
 
