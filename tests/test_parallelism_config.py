@@ -19,9 +19,9 @@ from trainer_lib import (
 )
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.environment import parse_flag_from_env, patch_environment
-from trainer_lib.options.pipeline_options import TorchPipelineParallelConfig
-from trainer_lib.options.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
-from trainer_lib.options.tensor_parallel_options import TorchTensorParallelConfig
+from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
+from trainer_lib.options.parallel.sequence_options import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 from trainer_lib.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 

@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpointing.format.layout import MANIFEST_NAME

@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer_lib.commands.subcommands import writing
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.launchers.config_file import default_config_file, load_config_from_file
-from trainer_lib.launchers.config_file import write_basic_config as write_basic_config
+from trainer_lib.launchers.settings.config_file import default_config_file, load_config_from_file
+from trainer_lib.launchers.settings.config_file import write_basic_config as write_basic_config
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
