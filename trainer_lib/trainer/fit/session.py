@@ -122,6 +122,7 @@ class FitSession:
         accelerator.register_for_checkpointing(self.part)
         accelerator.checkpoints.infinite_buffers = infinite_buffers(self.context)
         accelerator.checkpoints.holders = self._generator_holders
+        self._watching.callback(setattr, accelerator.checkpoints, "holders", dict)
         accelerator.checkpoints.prefix_of_buffers = f"{_BUFFERS}." if self._buffers else ""
         for handle in (
             accelerator.register_save_state_pre_hook(self._write_companions),
