@@ -9,14 +9,12 @@ from trainer_lib.trainer.trainer_interface import TrainerInterface
 _LIBRARY = __name__.partition(".")[0]
 
 
-def generator_holders(trainer: TrainerInterface | None) -> Mapping[str, Any]:
+def generator_holders(trainer: TrainerInterface) -> Mapping[str, Any]:
     """Return objects that the user wrote, by name, whose random generators belong to a checkpoint.
 
     Args:
         trainer: The trainer: of a class of the user's, its attributes and the functions that its methods call count.
     """
-    if trainer is None:
-        return {}
     attributes = {
         name: value
         for name, value in vars(trainer).items()

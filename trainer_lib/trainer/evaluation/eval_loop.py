@@ -110,7 +110,7 @@ class Evaluator:
         measured = {name: _all_metrics(eval_set) for name, eval_set in sets.items()}
         self._check_same_on_all_ranks(measured)
         metrics: dict[str, float] = {}
-        with eval_mode(run, _listed(model), self._accelerator.device), self._dispatcher.eval_weights(run):
+        with eval_mode(run, _listed(model), self._accelerator), self._dispatcher.eval_weights(run):
             self._dispatcher.fire("on_evaluate_begin", run)
             evaluated = self._evaluated(model)
             for name, eval_set in sets.items():
@@ -173,7 +173,7 @@ class Evaluator:
         if to is not None:
             self._on_main_process(f"Predictions in {to}", lambda: check_free(to))
         averaged = self._dispatcher.eval_weights(run)
-        with eval_mode(run, _listed(model), self._accelerator.device), averaged, _abandoned_on_error(collector):
+        with eval_mode(run, _listed(model), self._accelerator), averaged, _abandoned_on_error(collector):
             self._dispatcher.fire("on_predict_begin", run, self._length(loader, limit))
             outputs = self._batches.outputs(run, self._evaluated(model), loader, limit, "on_predict", "the prediction")
             if not has_labels:

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,23 +12,26 @@ from trainer_lib.events import Run
 from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.trainer.optim import optimizer_modes
 
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
+
 _OF_A_BATCH = ("batch", "outputs", "loss_sum", "weight")
 
 
 @contextmanager
-def eval_mode(run: Run, models: Sequence[nn.Module], device: torch.device) -> Generator[None]:
+def eval_mode(run: Run, models: Sequence[nn.Module], accelerator: "Accelerator") -> Generator[None]:
     """Return a context in which models evaluate without gradients, and which restores all state for training.
 
     Args:
         run: The run, whose optimizers may have modes too (schedule-free ones).
         models: The models.
-        device: The device whose random generator is restored, besides those that models, losses and callbacks hold.
+        accelerator: The accelerator: random generators of its device are restored, and those that models hold and, in
+            a fit, losses and callbacks.
     """
-    from trainer_lib.trainer.checkpoints.generator_holders import generator_holders
-
+    holders = {"models": models, **accelerator.checkpoints.holders()}
     with (
         attributes_kept([run], _OF_A_BATCH),
-        generators_kept(device, {"models": models, **generator_holders(run.trainer)}),
+        generators_kept(accelerator.device, holders),
         optimizer_modes.evaluating(run.optimizers.values()),
         evaluating(models),
         torch.no_grad(),

@@ -47,7 +47,7 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
         begin_training(model, accelerator.unwrap_model(model))
     loader = accelerator.prepare_data_loader(unprepared)
     loader.trim_repeats()
-    if accelerator.group.size > 1:  # alone, what a shuffle takes to draw would be for nobody
+    if accelerator.use_distributed:  # alone, what a shuffle takes to draw would be for nobody
         from trainer_lib.trainer.data import rank_data_check
 
         rank_data_check.check_training_data(accelerator.group, unprepared.dataset, loader)
@@ -58,7 +58,7 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
     _set_limits(state, args, loader, accelerator.gradient_accumulation_steps, plan)
     schedule_length = args.schedule_steps or state.max_steps
     schedulers = _schedulers(trainer, optimizers, schedule_length)
-    if accelerator.group.size > 1:
+    if accelerator.use_distributed:
         from trainer_lib.trainer.checks.rank_differences import check_optimizers
 
         check_optimizers(accelerator.data_group, optimizers, schedulers)

@@ -66,6 +66,7 @@ class TrainLoop:
         rewind: Goes back to the last checkpoint.
         actions: Handles requests.
         rounds: The rounds in which each rank trains by itself; not enabled, ranks reduce their gradients.
+        parts: The parts of a batch's computation, which a pipeline calls one by one.
     """
 
     events: "Dispatcher"
@@ -301,8 +302,8 @@ class TrainLoop:
         """Return the context in which a batch changes neither gradients nor buffers nor logged means."""
         self.run.weighs_nothing = True
         try:
-            among_others = self.accelerator.num_processes > 1
-            with buffers_kept(self.models, among_others), no_gradients_of(self.run.trained_parameters):
+            kept = buffers_kept(self.models, keeps_new_shapes=self.accelerator.use_distributed)
+            with kept, no_gradients_of(self.run.trained_parameters):
                 yield
         finally:
             self.run.weighs_nothing = False
