@@ -32,7 +32,7 @@ _WORDS, _LENGTH = 100, 16
 # Callbacks measured elsewhere, without work in a step, or that only display.
 LEFT_OUT = {
     "benchmarks.trackers measures them": (
-        "ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "
+        "AimCallback ClearMLCallback CometCallback DVCLiveCallback MLflowCallback SwanLabCallback TensorBoardCallback "
         "TrackerCallback TrackioCallback WandbCallback"
     ),
     "benchmarks.checkpoints measures it": "Checkpoint",
