@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -83,6 +83,10 @@ class Noise(Modifier):
         run.batch = inputs * self.rng.random(), targets
 
 
+def both(data: Any) -> dict[str, Any]:
+    return {"train_dataset": data, "eval_dataset": data}
+
+
 def trained(folder: Path | None, steps: int, **options: Any) -> list[Tensor]:
     noise_of_script.seed(3)
     options |= {"output_dir": folder, "save_every": "3 steps"} if folder else {}
@@ -107,6 +111,22 @@ def test_evaluations_do_not_change_what_training_draws() -> None:
     inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(9))
     evaluated = trained(None, 9, eval_every="2 steps", eval_dataset=(inputs, torch.zeros(40).long()))
     assert all(map(torch.equal, trained(None, 9), evaluated))
+
+
+def test_a_callback_draws_other_samples_to_show_in_each_evaluation() -> None:
+    class Shown(Noise):
+        drawn: ClassVar[list[float]] = []
+
+        def on_micro_batch_begin(self, run: Run) -> None:
+            """Leave the batch as it is."""
+
+        def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+            del run, metrics
+            self.drawn.append(self.rng.random())
+
+    args = arguments(max_steps=4, eval_every="2 steps")
+    Trainer(NoisyModel(), args, **both(points()), loss_fn=NoisyLoss(), callbacks=[Shown()]).fit()
+    assert len(set(Shown.drawn)) == 2
 
 
 def test_a_loop_that_loads_a_state_draws_from_the_models_generators_what_it_would_have(tmp_path: Path) -> None:

@@ -26,9 +26,10 @@ def eval_mode(run: Run, models: Sequence[nn.Module], accelerator: "Accelerator")
         run: The run, whose optimizers may have modes too (schedule-free ones).
         models: The models.
         accelerator: The accelerator: random generators of its device are restored, and those that models hold and, in
-            a fit, losses and callbacks.
+            a fit, the loss function and the trainer.
     """
     holders = {"models": models, **accelerator.checkpoints.holders()}
+    holders.pop("callbacks", None)  # they may draw for evaluations alone, such as the samples that they show
     with (
         attributes_kept([run], _OF_A_BATCH),
         generators_kept(accelerator.device, holders),
