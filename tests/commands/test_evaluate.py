@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ options = json.loads(sys.argv[1])
 
 class Wait(Callback):
     def on_step_end(self, run):
+        ends = time.monotonic() + 120  # a test that fails leaves no training behind
         while run.state.step == options.get("wait_at") and not os.path.exists("evaluations_seen"):
+            assert time.monotonic() < ends
             time.sleep(0.05)
         if run.state.step == options.get("dies_at"):
             os._exit(9)
@@ -78,9 +81,24 @@ def output(process: "subprocess.Popen[str]", code: int = 0) -> str:
 def evaluations(file: str) -> dict[int, dict[str, Any]]:
     """Return the metrics by step."""
     (path,) = Path("runs").glob(f"*/{file}")
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    written = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    entries = list(map(json.loads, written))
     lines = [entry for entry in entries if entry["event"] == "evaluation"]
     return {line["step"]: {name: line[name] for name in line if name.startswith("eval_")} for line in lines}
+
+
+def until(is_true: Callable[[], bool], *processes: "subprocess.Popen[str]") -> None:
+    """Wait until something is true, while processes run."""
+    ends = time.monotonic() + 120
+    while not is_true():
+        for process in processes:
+            assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def is_evaluated(step: int) -> bool:
+    return bool(list(Path("runs").glob("*/evaluations.jsonl"))) and step in evaluations("evaluations.jsonl")
 
 
 def test_metrics_are_those_of_evaluations_in_the_run(job: Path) -> None:
@@ -106,13 +124,9 @@ def test_metrics_are_those_of_evaluations_in_the_run(job: Path) -> None:
 
 def test_a_run_is_watched_while_it_trains_until_it_is_finished(job: Path) -> None:
     training = start(wait_at=12)
-    while not list(Path("runs").glob("*/checkpoints/checkpoint-00000010")):
-        time.sleep(0.05)
+    until(lambda: bool(list(Path("runs").glob("*/checkpoints/checkpoint-00000010"))), training)
     watching = start_evaluation("--watch")
-    while not list(Path("runs").glob("*/evaluations.jsonl")) or 10 not in evaluations("evaluations.jsonl"):
-        assert watching.poll() is None, output(watching)
-        time.sleep(0.05)
-    assert training.poll() is None
+    until(lambda: is_evaluated(10), training, watching)
     Path("evaluations_seen").touch()
     output(training)
     output(watching)
@@ -129,10 +143,7 @@ def test_deleted_checkpoints_are_left_out_and_ctrl_c_ends_a_watch(job: Path) -> 
     output(start(dies_at=12), code=9)
     Path("delete").touch()
     watching = start_evaluation("--watch")
-    while not list(Path("runs").glob("*/evaluations.jsonl")):
-        assert watching.poll() is None, output(watching)
-        time.sleep(0.05)
-    time.sleep(0.5)
+    until(lambda: is_evaluated(10), watching)
     watching.send_signal(signal.SIGINT)
     text = output(watching, code=130)
     assert "checkpoint-00000005 was deleted before it was evaluated. A larger keep_last of the run keeps" in text

@@ -12,9 +12,6 @@ def length_of(source: Any) -> int | None:
     """
     try:
         return len(source)
-    except (
-        TypeError,
-        NotImplementedError,
-        ValueError,
-    ):  # as torch's and, the last one, PyG's samplers without a length
+    # Without __len__, a TypeError; the others are of samplers of torch and of PyG whose length is unknown.
+    except (TypeError, NotImplementedError, ValueError):
         return None

@@ -166,3 +166,30 @@ def test_a_rank_that_did_not_exist_takes_the_generators_of_rank_0(tmp_path: Path
 
     saved = state(tmp_path / "saved")
     assert all(torch.equal(loaded, saved) for loaded in run_world(state, (tmp_path / "saved",), 2))
+
+
+def test_a_step_computed_again_to_report_nan_draws_nothing_for_training() -> None:
+    class Counting(NoisyModel):
+        calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.calls += 1
+            size = (self.layer.weight * inputs[:, None]).abs().sum((1, 2))
+            return super().forward(inputs) + size.sqrt()[:, None]  # whose gradient at 0 is NaN
+
+    def body() -> tuple[int, int]:
+        inputs, targets = points(32)
+        inputs[20] = 0.0
+        model = Counting()
+        args = arguments(max_steps=2, on_nonfinite="skip")
+        Trainer(model, args, train_dataset=(inputs, targets), loss_fn=nn.functional.cross_entropy).fit()
+        expected, draws = np.random.default_rng(7), 0
+        assert model.late is not None
+        while expected.bit_generator.state != model.late.bit_generator.state:
+            expected.random()
+            draws += 1
+        return draws, model.calls
+
+    draws, calls = zip(*run_world(body, (), 2), strict=True)
+    assert draws == (2, 2)
+    assert max(calls) > 2
