@@ -190,6 +190,14 @@ class Shifts(nn.Module):
         return self.layer(inputs)
 
 
+class ShiftsData(Shifts):
+    """A model that changes a weight where torch does not count it."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        self.layer.weight.data.mul_(0.99)
+        return self.layer(inputs)
+
+
 class ChangesWeights(Modifier):
     def on_step_begin(self, run: Run) -> None:
         for weight in run.trained_parameters:
@@ -202,6 +210,16 @@ def test_weights_that_something_else_changes_are_copied_at_once(tmp_path: Path) 
         torch.manual_seed(1)
         assert checkpoints(tmp_path / "2", network=Shifts()).keys() == expected.keys()
         checkpoints(tmp_path / "3", ChangesWeights())
+        assert LateCopies.made == 0
+
+
+def test_weights_that_a_forward_changes_uncounted_are_copied_at_once(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    expected = checkpoints(tmp_path / "now", network=ShiftsData(), save_in_background=False)
+    with late_copies():
+        torch.manual_seed(1)
+        actual = checkpoints(tmp_path / "behind", network=ShiftsData())
+        assert actual == expected
         assert LateCopies.made == 0
 
 

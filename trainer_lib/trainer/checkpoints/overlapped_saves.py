@@ -1,7 +1,10 @@
 """Whether copies for background saves may overlap with training: where only optimizers change weights."""
 
 import importlib
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_lib.checkpointing.format.overlapped_copies import versions_of
@@ -12,12 +15,14 @@ from trainer_lib.options.enums import DistributedType
 from trainer_lib.trainer.fit.context import FitContext
 
 _KNOWN = "torch.optim."  # these optimizers change weights and states in `step` alone
+_SAMPLED = 16  # values of a weight by which a change is seen
 
 
 class OverlappedSaves:
     """Has background saves copy weights and optimizer states until the next update, into memory allocated ahead.
 
-    The first update shows whether forward and backward leave the weights alone: an embedding with `max_norm` does not.
+    The first update shows whether forward and backward leave the weights alone. An embedding with `max_norm` does not,
+    nor does a codebook that is written through `weight.data`, which torch does not count as a change.
 
     Args:
         context: The fit.
@@ -38,14 +43,14 @@ class OverlappedSaves:
             for weight in group["params"]
             if self._is_possible and weight.requires_grad
         ]
-        self._versions = versions_of(self._weights)
+        self._versions, self._values = versions_of(self._weights), _some_values(self._weights)
         self.has_memory = False
 
     def begin(self) -> None:
         """Begin, before the first update of a fit."""
-        if self._is_possible and versions_of(self._weights) == self._versions:
+        if self._is_possible and self._is_unchanged():
             self._saves.overlapping = self._optimizers
-        self._weights = []
+        self._weights, self._values = [], []
 
     def allocate(self) -> None:
         """After the first update of a fit, import what the first save needs, and allocate its memory on a thread.
@@ -74,6 +79,23 @@ class OverlappedSaves:
     def end(self) -> None:
         """Copy before `save_state` returns from now on."""
         self._saves.overlapping = ()
+
+    def _is_unchanged(self) -> bool:
+        if versions_of(self._weights) != self._versions:
+            return False
+        return all(map(torch.equal, _some_values(self._weights), self._values))
+
+
+@torch.no_grad()
+def _some_values(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return a few values of each plain weight, in one copy for each type and device."""
+    samples: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for weight in weights:
+        if type(weight) is nn.Parameter and weight.is_contiguous():
+            count = min(weight.numel(), _SAMPLED)
+            values = weight.as_strided((count,), (weight.numel() // max(count, 1),))
+            samples.setdefault((weight.dtype, weight.device), []).append(values)
+    return [torch.cat(values) for values in samples.values()]
 
 
 def _is_possible(context: FitContext, optimizers: list[Optimizer]) -> bool:
