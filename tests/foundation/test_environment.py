@@ -1,7 +1,9 @@
 """The variables of launchers, and the settings that are read from them."""
 
 import os
+import subprocess
 import unittest
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -105,6 +107,28 @@ def test_without_a_list_of_nodes_all_tasks_are_here() -> None:
 )
 def test_slurm_outside_of_a_real_step_means_alone(step: dict[str, str]) -> None:
     assert world(**{**SLURM, **step}) is None
+
+
+@pytest.mark.parametrize(
+    ("task", "is_alone"),
+    [
+        (["bash", "--norc", "-i"], True),
+        (["sh", "-c", "read word; true"], False),
+        (["bash", "script.sh"], False),
+        (["cat"], False),
+    ],
+    ids=["interactive shell", "command", "script", "program"],
+)
+def test_the_shell_of_srun_pty_means_alone(tmp_path: Path, task: list[str], is_alone: bool) -> None:
+    """`srun -n4 --pty bash` starts four shells, three of which end at once."""
+    (tmp_path / "script.sh").write_text("read word; true")
+    with subprocess.Popen(task, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as process:
+        variables = {**SLURM, "SLURM_TASK_PID": str(process.pid)}
+        assert (world(**variables, SLURM_PTY_PORT="4242") is None) == is_alone
+        assert world(**variables) is not None
+        process.communicate(b"exit\n")
+    assert world(**variables, SLURM_PTY_PORT="4242") is not None  # there is no such process
+    assert world(**SLURM, SLURM_PTY_PORT="4242") is not None
 
 
 def test_mpirun() -> None:

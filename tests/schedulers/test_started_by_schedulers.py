@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,22 @@ def test_real_srun(slurm: SlurmCluster, script: Path) -> None:
         job.write_text(f"#!/bin/bash\n{command}\n")
         slurm.run("sbatch", "--wait", "-N2", "-n3", "-o", str(script.with_name("log")), str(job))
         assert reports_in(script.with_name("mpirun")) == report(3, "mpirun", [0, 1, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_script_in_the_shell_of_srun_trains_alone(slurm: SlurmCluster, script: Path) -> None:
+    terminal, shell = os.openpty()
+    with subprocess.Popen(
+        ["srun", "-n2", "--pty", "bash", "--norc"], env=slurm.variables, stdin=shell, stdout=shell, stderr=shell
+    ) as process:
+        os.close(shell)
+        typed = f"{sys.executable} {script} {script.parent}\nexit\n"
+        os.write(terminal, typed.encode())
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while part := os.read(terminal, 4096):
+                shown += part
+        assert process.wait(timeout=60) == 0, shown
+    os.close(terminal)
+    assert reports_in(script.parent) == ["rank 0 of 1, local 0, None, sum 1"], shown

@@ -4,6 +4,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError
@@ -11,6 +12,8 @@ from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 
 # srun numbers its steps from 0; the batch script, an interactive shell and the extern step have numbers above these.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
+
+_SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
 
 LOCAL_RANK_IS_OURS = "TRAINER_LIB_LOCAL_RANK"
 """The variable beside a `LOCAL_RANK` that this library set for another package."""
@@ -134,6 +137,8 @@ def _slurm_world(env: Mapping[str, str]) -> World | None:
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_SLURM_STEP or "SLURM_PROCID" not in env:
         return None
+    if _is_in_shell_of_srun(env):
+        return None
     size_key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     size = whole_number(size_key, env.get(size_key, "1"))
     if size == 1:
@@ -155,6 +160,20 @@ def _slurm_world(env: Mapping[str, str]) -> World | None:
         master_port=_FIRST_PORT + (job + 7919 * int(step)) % _PORTS,
         variables=_shown(env, "SLURM_PROCID", size_key),
     ))  # fmt: skip
+
+
+def _is_in_shell_of_srun(env: Mapping[str, str]) -> bool:
+    """Whether this process belongs to an interactive shell (`srun -n4 --pty bash`), whose other tasks end at once."""
+    if "SLURM_PTY_PORT" not in env:
+        return False
+    try:
+        words = Path(f"/proc/{env.get('SLURM_TASK_PID')}/cmdline").read_text().rstrip("\0").split("\0")
+    except OSError:
+        return False
+    program, *options = words
+    # With a command or a script, the shells of all tasks run it.
+    is_interactive = all(re.fullmatch(r"--\w.*|-[^-c]+", option) for option in options)
+    return Path(program).name.lstrip("-") in _SHELLS and is_interactive
 
 
 def _tasks_of_node(tasks: str, node: int) -> int:
