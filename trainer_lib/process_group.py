@@ -39,6 +39,7 @@ _HEADER = 8
 _LONGEST_IN_FIRST = _FIRST_MESSAGE - _HEADER
 _worlds = itertools.count()  # that this process has been part of
 _TIME_FOR_THREADS = 0.1  # seconds
+_TIME_TO_JOIN = 30.0  # seconds, until a warning says which ranks are missing
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.0005, 0.25  # seconds
 _formed_by: int | None = None  # the pid of the process that last joined a world
 
@@ -427,21 +428,26 @@ def _bring_together(world: World, options: InitProcessGroupKwargs, backend: str)
     timeout: dict[str, Any] = {} if options.timeout is None else {"timeout": options.timeout}
     if options.init_method is None:
         _check_address(world)
+    from trainer_lib.processes.join_warning import JoinWarning  # a lone process does without
+
+    address = options.init_method or f"{world.master_addr}:{world.master_port}"
+    warning = JoinWarning(world, address, _TIME_TO_JOIN)
     try:
-        if options.init_method is not None:
-            where: dict[str, Any] = {"init_method": options.init_method}
-        else:
-            where = {"store": _store(world, timeout)}
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, **where, **timeout)
-        if "gloo" in backend:
-            # A rank that ends at once would close its connections while others are still connecting.
-            dist.all_reduce(torch.zeros(1))
+        with deadlines().call_after(_TIME_TO_JOIN, warning.log):
+            if options.init_method is not None:
+                where: dict[str, Any] = {"init_method": options.init_method}
+            else:
+                where = {"store": warning.reached(_store(world, timeout))}
+            dist.init_process_group(backend, rank=world.rank, world_size=world.size, **where, **timeout)
+            if "gloo" in backend:
+                # A rank that ends at once would close its connections while others are still connecting.
+                dist.all_reduce(torch.zeros(1))
     except (dist.DistError, ValueError, RuntimeError) as error:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         raise WorldError(
             f"Rank {world.rank} could not join the world of {world.size} at "
-            f"{options.init_method or f'{world.master_addr}:{world.master_port}'} ({world.launcher}, {backend}): "
+            f"{address} ({world.launcher}, {backend}): "
             f"{str(error).splitlines()[0]} Check that all {world.size} processes are started, that they can reach "
             "that address, and that no other program uses the port."
         ) from error
