@@ -20,6 +20,19 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "launch           start a script" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["--help"], ["launch", "--help", "all"], ["train", "--help"], ["plan", "--help"]])
+def test_an_encoding_without_a_character_is_no_error(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_lib", *command],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "PYTHONIOENCODING": "ascii:strict"},
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\\u2026" in done.stdout
+
+
 def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion"]) == 0
     (tmp_path / "completion").write_text(capsys.readouterr().out)

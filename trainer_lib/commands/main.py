@@ -1,6 +1,7 @@
 """The program `trainer-lib`: runs a command and prints errors in one line."""
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 2 for a wrong option, or that of a failed script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: an encoding may lack a character of a text
     try:  # all imports are inside, so that Ctrl-C during one of them has no traceback
         return _code(name, arguments[1:])
     except KeyboardInterrupt:
