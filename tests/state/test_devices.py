@@ -29,6 +29,17 @@ def test_a_task_of_srun_takes_the_one_device_it_sees(monkeypatch: pytest.MonkeyP
     assert choose_device(False, _world("srun")) == torch.device("cuda", 0)
 
 
+def test_a_rank_of_mpirun_takes_the_one_device_that_a_variable_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _devices(monkeypatch, 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(WorldError, match="Rank 3 needs cuda device 1, and this machine has 1"):
+        choose_device(False, _world("mpirun"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert choose_device(False, _world("mpirun")) == torch.device("cuda", 0)
+    with pytest.raises(WorldError, match="Rank 3 needs cuda device 1, and this machine has 1"):
+        choose_device(False, _world("torchrun"))
+
+
 def test_too_few_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     _devices(monkeypatch, 1)
     with pytest.raises(WorldError, match="Rank 3 needs cuda device 1, and this machine has 1"):

@@ -3,7 +3,7 @@
 import torch
 
 from trainer_lib.foundation import environment
-from trainer_lib.foundation.device_types import has_index, is_shared
+from trainer_lib.foundation.device_types import has_index, is_shared, visible_devices_variable
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.foundation.launcher_variables import World
 
@@ -42,8 +42,8 @@ def _index(kind: str, world: World | None) -> int:
     if world is None:
         return torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
-    if count == 1 and world.launcher == "srun":
-        return 0  # srun --gpus-per-task=1 shows each task its own device only
+    if count == 1 and _sees_its_own_device(kind, world):
+        return 0
     if world.local_rank >= count:
         raise WorldError(
             f"Rank {world.rank} needs {kind} device {world.local_rank}, and this machine has {count}. "
@@ -51,3 +51,12 @@ def _index(kind: str, world: World | None) -> int:
             "`trainer-lib launch --cpu` or ACCELERATE_USE_CPU=1."
         )
     return world.local_rank
+
+
+def _sees_its_own_device(kind: str, world: World) -> bool:
+    """Whether the one device that this rank sees is likely no other rank's."""
+    if world.launcher == "srun":  # --gpus-per-task=1
+        return True
+    variable = visible_devices_variable(kind)
+    # Set by a script between mpirun and the rank, as in CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK.
+    return world.launcher == "mpirun" and variable is not None and environment.variable(variable) is not None
