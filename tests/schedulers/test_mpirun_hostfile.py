@@ -12,6 +12,7 @@ import pytest
 
 from tests.launched import ROOT
 from trainer_lib.commands.main import main
+from trainer_lib.launchers import bootstrap
 
 SCRIPT = """
 import sys, os
@@ -63,7 +64,7 @@ def test_the_command_of_each_mpi(
     printed = capsys.readouterr().out
     command = printed.splitlines()[-2].split()
     assert command[1 : len(place) + 1] == place
-    assert printed.splitlines()[-2].endswith(f"{sys.executable} train.py 'a b'")
+    assert printed.splitlines()[-2].endswith(f"{sys.executable} {bootstrap.__file__} mpirun train.py 'a b'")
     for variable in ("ACCELERATE_USE_CPU", "CCL_WORKER_COUNT", "MASTER_ADDR", "OMP_NUM_THREADS"):
         assert variable in printed.splitlines()[-2]
     assert "  MASTER_ADDR=10.0.0.1\n" in printed
@@ -151,4 +152,70 @@ def test_signals_and_exit_codes_pass_through_mpirun(folder: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
-    assert process.returncode not in (0, None), output
+    assert process.returncode == 143, output
+
+
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+def save(number, frame):
+    Path(f"asked_{rank}").touch()
+    time.sleep(float(sys.argv[1]))
+    Path(f"saved_{rank}").touch()
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, save)
+Path(f"ready_{rank}").touch()
+time.sleep(100)
+"""
+
+
+def files(folder: Path, pattern: str) -> int:
+    ends = time.monotonic() + 60
+    while (count := len(list(folder.glob(pattern)))) < 2 and time.monotonic() < ends:
+        time.sleep(0.05)
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_ranks_have_time_to_save(folder: Path, number: signal.Signals) -> None:
+    """Open MPI itself kills them after two seconds."""
+    (folder / "train.py").write_text(SAVES)
+    process = launched(folder, "train.py", "4")
+    assert files(folder, "ready_*") == 2
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, output
+    assert len(list(folder.glob("saved_*"))) == 2, output
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize("is_asked_twice", [False, True], ids=["shutdown_timeout", "a second signal"])
+def test_ranks_that_do_not_end_are_killed(folder: Path, is_asked_twice: bool) -> None:
+    (folder / "train.py").write_text(SAVES)
+    process = launched(folder, f"--shutdown_timeout={60 if is_asked_twice else 1}", "train.py", "50")
+    assert files(folder, "ready_*") == 2
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert files(folder, "asked_*") == 2
+    if is_asked_twice:
+        time.sleep(1.5)
+        process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert time.monotonic() - began < 20
+    assert process.returncode == 143, output
+    assert not list(folder.glob("saved_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_rank_that_fails_while_it_saves_is_a_failure(folder: Path) -> None:
+    (folder / "train.py").write_text(SAVES.replace("128 + number", "1"))
+    process = launched(folder, "train.py", "0")
+    assert files(folder, "ready_*") == 2
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, output

@@ -1,7 +1,8 @@
 """The start of each process of `trainer-lib launch`, before its script.
 
-The launcher runs it by its path, as `bootstrap.py PID_OF_THE_LAUNCHER [-m] SCRIPT …`. It imports only the standard
-library: the script may set variables that torch reads at import.
+The launcher runs it by its path, as `bootstrap.py PID_OF_THE_LAUNCHER [-m] SCRIPT …`, and mpirun as
+`bootstrap.py mpirun [-m] SCRIPT …`. It imports only the standard library: the script may set variables that torch reads
+at import.
 """
 
 import atexit
@@ -21,6 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+MPIRUN = "mpirun"
+# Open MPI kills its ranks two seconds after a SIGTERM to mpirun. It passes this signal on, and waits.
+SIGTERM_OF_MPIRUN = signal.SIGUSR2
+
 _PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
 
 
@@ -35,7 +40,10 @@ def _die_with_parent(parent: int, number: signal.Signals) -> None:
 def main() -> None:
     """Run the script as `python SCRIPT` or `python -m SCRIPT` would, and leave a record of how it failed."""
     launcher, *command = sys.argv[1:]
-    _die_with_parent(int(launcher), signal.SIGTERM)
+    if launcher == MPIRUN:
+        signal.signal(SIGTERM_OF_MPIRUN, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+    else:
+        _die_with_parent(int(launcher), signal.SIGTERM)
     atexit.register(_leave_the_world)
     if sys.stderr is not None:  # it is closed in some services
         faulthandler.enable()  # a segmentation fault prints its stack

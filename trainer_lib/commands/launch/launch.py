@@ -110,7 +110,7 @@ def _start_by_mpi(values: LaunchValues, plan: Plan, script: Sequence[str], varia
         print(describe_mpirun(command, variables))
         return 0
     with environment.patch_environment(**variables):
-        return run_mpirun(command)
+        return run_mpirun(command, plan.shutdown_timeout)
 
 
 def _watch(program: Sequence[str], plan: Plan, quiet: bool) -> int:

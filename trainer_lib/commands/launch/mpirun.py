@@ -5,18 +5,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.commands.launch.launch_values import LaunchValues
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.launchers import bootstrap
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
 from trainer_lib.launchers.settings.launch_options import SETTINGS
+from trainer_lib.processes.exit_codes import SAME_REQUEST
 
 # What the launcher does itself, and mpirun does not.
 _OF_THE_LAUNCHER = ("machine_rank", "max_restarts", "monitor_interval", "log_dir", "tee", "rdzv_backend", "rdzv_conf")
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FORWARDED = (*_ENDING, signal.SIGUSR1)
+_INTERVAL = 0.1  # seconds
+_ENDED = 1  # the exit code of an mpirun that a signal ends
 
 
 def mpirun_command(
@@ -48,25 +54,65 @@ def mpirun_command(
         place += [word for name in sorted(passed) for word in ("-x", name)]
     else:
         place = ["-f", str(file), "-n", str(count), "-ppn", str(share), "-genvlist", ",".join(sorted(passed))]
-    interpreter = [] if values["no_python"] else [sys.executable, *(["-m"] if values["module"] else [])]
+    rank = [sys.executable, bootstrap.__file__, bootstrap.MPIRUN, *(["-m"] if values["module"] else [])]
+    interpreter = [] if values["no_python"] else rank
     return [program, *place, *interpreter, *script], passed
 
 
-def run_mpirun(command: Sequence[str]) -> int:
-    """Run mpirun, pass signals on to it, and return its exit code."""
+def run_mpirun(command: Sequence[str], patience: float) -> int:
+    """Run mpirun, pass signals on to it, and return its exit code.
+
+    Args:
+        command: The command of `mpirun_command`.
+        patience: The seconds that ranks have to save and end after a signal; a second one ends them sooner.
+    """
     process = subprocess.Popen(command, start_new_session=True)  # a Ctrl-C comes once, from here
-
-    def forward(number: int, frame: Any) -> None:
-        del frame
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    request = _Request(process, patience, waits=_is_open_mpi(command[0]) and bootstrap.__file__ in command)
+    before = {number: signal.signal(number, request.forward) for number in _FORWARDED}
     try:
-        code = process.wait()
+        return request.exit_code()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+
+
+class _Request:
+    """A signal that asks the ranks to end, from its arrival to their end."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", patience: float, waits: bool) -> None:
+        self._process, self._patience, self._waits = process, patience, waits
+        self._number = 0
+        self._ends = float("inf")
+        self._own_codes = [128 + signal.SIGTERM]  # with which the ranks or mpirun end after the signal
+
+    def forward(self, number: int, frame: Any) -> None:
+        """Pass a signal on to the ranks; a second one that asks them to end ends mpirun, which kills them."""
+        del frame
+        if number not in _ENDING:
+            self._process.send_signal(number)
+        elif not self._number:
+            self._number, self._ends = number, time.monotonic() + self._patience
+            if self._waits:
+                self._process.send_signal(bootstrap.SIGTERM_OF_MPIRUN)
+            else:
+                self._end_mpirun(number)
+        elif time.monotonic() > self._ends - self._patience + SAME_REQUEST:
+            self._end_mpirun(number)
+
+    def exit_code(self) -> int:
+        """Wait for mpirun, end it once the ranks had their time, and return its exit code."""
+        while self._process.poll() is None:
+            if time.monotonic() > self._ends:
+                self._end_mpirun(signal.SIGTERM)
+            time.sleep(_INTERVAL)
+        code = self._process.returncode
+        code = code if code >= 0 else 128 - code
+        return 128 + self._number if self._number and code in self._own_codes else code
+
+    def _end_mpirun(self, number: int) -> None:
+        self._ends = float("inf")
+        self._own_codes.append(_ENDED)
+        self._process.send_signal(number)
 
 
 def describe_mpirun(command: Sequence[str], variables: Mapping[str, str]) -> str:
