@@ -528,6 +528,9 @@ def test_nothing_is_left_in_the_temporary_folder(
         (["--num_processes", "two"], "--num_processes must be a whole number of at least 1 (got 'two')."),
         (["--num_processes", "0"], "must be a whole number of at least 1 (got '0')"),
         (["--num_processes"], "--num_processes needs a value: a whole number of at least 1."),
+        (["--log_dir", "--cpu", "ok.py"], "(got the option --cpu; --log_dir=--cpu gives it as a value)."),
+        (["--role", "--num-processes=2", "ok.py"], "--role needs a value"),
+        (["--config_file", "-m", "module"], "--config_file needs a value"),
         (["--cpu=perhaps"], "--cpu must be yes or no (got 'perhaps')."),
         (["--standalone", "--nnodes", "2"], "--standalone is one machine, and --num_machines 2 was given."),
         (

@@ -4,7 +4,7 @@ import argparse
 import functools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer_lib.commands.help_lines import option_lines
 from trainer_lib.commands.subcommands import Parser
@@ -68,11 +68,9 @@ def parse(arguments: Sequence[str], more: Mapping[str, Setting] | None = None) -
             print(help_text(rest[0] if rest else ""))
             raise SystemExit(0)
         name, equals, text = option.partition("=")
-        setting = others.get(name.removeprefix("--").replace("-", "_")) or _find(name, others)
+        setting = _known(name, others) or _refuse(name, others)
         if not equals and not setting.is_switch:
-            if not rest:
-                raise ConfigurationError(f"{name} needs a value: {setting.kind.allowed}.")
-            text = rest.pop(0)
+            text = _value(name, setting, rest, others)
         value = setting.kind.check(name, text) if equals or not setting.is_switch else True
         if setting.missing is not None and value != setting.default:
             raise refusal(name if value is True else f"{name} {text}", setting.missing)
@@ -157,11 +155,26 @@ def _text(value: object) -> str:
     return "yes" if value is True else str(value)
 
 
-def _find(name: str, others: Mapping[str, Setting]) -> Setting:
+def _known(name: str, others: Mapping[str, Setting]) -> Setting | None:
+    """Return the option of this name, as `--num_processes` or `-m`; `None` if it does not exist."""
     plain = name.lstrip("-").replace("-", "_")
-    setting = _BY_NAME.get(plain) if name.startswith("--") else _BY_SHORT_NAME.get(plain)
-    if setting is not None:
-        return setting
+    if name.startswith("--"):
+        return others.get(plain) or _BY_NAME.get(plain)
+    return _BY_SHORT_NAME.get(plain) if name.startswith("-") else None
+
+
+def _value(name: str, setting: Setting, rest: list[str], others: Mapping[str, Setting]) -> str:
+    """Take the value of an option from the words after it."""
+    is_missing = not rest or _known(rest[0].partition("=")[0], others) is not None
+    if is_missing:
+        next_word = f" (got the option {rest[0]}; {name}={rest[0]} gives it as a value)" if rest else ""
+        raise ConfigurationError(f"{name} needs a value: {setting.kind.allowed}{next_word}.")
+    return rest.pop(0)
+
+
+def _refuse(name: str, others: Mapping[str, Setting]) -> NoReturn:
+    """Raise for an option that does not exist."""
+    plain = name.lstrip("-").replace("-", "_")
     if plain in _ELSEWHERE:
         raise ConfigurationError(f"Unknown option {name!r}. {_ELSEWHERE[plain]}")
     near = did_you_mean(f"--{plain}", [f"--{known}" for known in [*_BY_NAME, *others]])
