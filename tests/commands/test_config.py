@@ -12,6 +12,7 @@ from trainer_lib import ConfigurationError
 from trainer_lib.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from trainer_lib.commands.config.default import default_command_parser
 from trainer_lib.commands.launch import launch_command, launch_command_parser
+from trainer_lib.commands.main import main
 from trainer_lib.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command_parser
 from trainer_lib.launchers import device_count
 from trainer_lib.launchers.settings.config_file import default_config_file, home_config_file
@@ -109,6 +110,22 @@ def test_the_command_for_a_basic_configuration(tmp_path: Path, capsys: pytest.Ca
     args.func(args)
     assert capsys.readouterr().out == f"The configuration is in {tmp_path / 'c.yaml'}.\n"
     assert load_config_from_file(tmp_path / "c.yaml").mixed_precision == "fp16"
+
+
+@pytest.mark.parametrize("command", ["default", "update"])
+def test_the_file_may_be_named_before_the_command(
+    settings_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    write_basic_config("bf16")
+    (tmp_path / "c.yaml").write_text("fp16: true\nnum_processes: 3\n")
+    for words in (
+        ["--config_file", str(tmp_path / "c.yaml"), command],
+        [command, "--config_file", str(tmp_path / "c.yaml")],
+    ):
+        assert main(["config", *words]) == 0
+        assert str(tmp_path / "c.yaml") in capsys.readouterr().out
+    assert (tmp_path / "c.yaml.bak").exists() == (command == "update")
+    assert not list(settings_home.rglob("*.bak"))
 
 
 FSDP1 = {

@@ -23,7 +23,8 @@ def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) 
 
 def default_config_command(args: argparse.Namespace) -> None:
     """Write the configuration that the parsed options ask for."""
-    place = default_config_file() if args.save_location is None else Path(args.save_location).expanduser()
+    named = args.save_location or getattr(args, "config_file", None)  # after the command, or before it
+    place = default_config_file() if named is None else Path(named).expanduser()
     if not place.exists():
         with writing(place):
             write_basic_config(args.mixed_precision or "no", place)

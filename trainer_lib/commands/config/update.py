@@ -11,7 +11,8 @@ from trainer_lib.launchers.settings.config_file import default_config_file, load
 
 def update_config(args: argparse.Namespace) -> Path:
     """Rewrite the file that the parsed options name, and return it; what was in it is kept beside it."""
-    file = Path(args.config_file).expanduser() if args.config_file else default_config_file()
+    named = getattr(args, "config_file", None)
+    file = Path(named).expanduser() if named else default_config_file()
     config = load_config_from_file(file)
     with writing(file):
         keep_backup(file)
@@ -22,7 +23,10 @@ def update_config(args: argparse.Namespace) -> Path:
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the command `update` to subparsers, and return its parser."""
     command = parser.add_parser("update", parents=parents, help="rewrite a configuration with today's keys")
-    command.add_argument("--config_file", "--config-file", help="the file (default: the one that counts)")
+    # Without a default, which would override the option of `config` itself.
+    command.add_argument(
+        "--config_file", "--config-file", default=argparse.SUPPRESS, help="the file (default: the one that counts)"
+    )
     command.set_defaults(func=update_config_command)
     return command
 
