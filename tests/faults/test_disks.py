@@ -1,12 +1,10 @@
 """Full, failing, read-only and forbidden disks: the error names the cause, and no checkpoint is lost."""
 
 import json
-import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from tests.faults.conftest import SmallDisk
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.ledger import Ledger
-from tests.faults.trainings import digest, one_run, sharded, state_of, train, trained
+from tests.faults.trainings import digest, one_run, sharded, state_of, train, trained, warned
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
@@ -426,19 +424,6 @@ def test_a_run_resumes_while_the_disk_is_full(small_disk: SmallDisk, ledger: Led
     messages = [line for line in said if "Training continues" in line]
     assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in messages} == {"6", "8"}
     ledger.note("disks", "a Trainer's restart on a file system that is full", injected=1, told=1, whole=1, went_on=1)
-
-
-@contextmanager
-def warned() -> Generator[list[str]]:
-    """Collect what is warned of."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("trainer_lib").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("trainer_lib").removeHandler(handler)
 
 
 # -- temporary files -------------------------------------------------------------------------------------------------

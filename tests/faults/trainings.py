@@ -1,7 +1,9 @@
 """The trainings that faults are injected into: small, deterministic, and compared to the bit."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +142,16 @@ def saved_often(
         accelerator.save_state()
         losses.append(state_of(accelerator))
     return accelerator, losses
+
+
+@contextmanager
+def warned() -> Generator[list[str]]:
+    """Collect what is warned of."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("trainer_lib").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("trainer_lib").removeHandler(handler)

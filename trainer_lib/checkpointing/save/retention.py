@@ -101,7 +101,17 @@ def steps_to_keep(
     kept = {*steps[-keep_last:], *([max(nonfinite)] if nonfinite else [])}
     if keep_every is not None:
         kept |= steps_at_intervals(finite, keep_every)
-    return kept | set(_best_first(finite, metric, greater_is_better)[: max(keep_best, 1)])
+    return kept | set(best_first(finite, metric, greater_is_better)[: max(keep_best, 1)])
+
+
+def best_first(checkpoints: Iterable[Mapping[str, Any]], metric: str | None, greater_is_better: bool) -> list[int]:
+    """Return the steps of evaluated checkpoints, best first; among equal ones the older comes first."""
+    if metric is None:
+        return []
+    sign = -1 if greater_is_better else 1
+    values = {checkpoint["step"]: float(checkpoint["metrics"].get(metric, math.nan)) for checkpoint in checkpoints}
+    finite = (step for step, value in values.items() if math.isfinite(value))
+    return sorted(finite, key=lambda step: (sign * values[step], step))
 
 
 def delete_older(paths: Iterable[AnyPath], newest: AnyPath, run_id: str) -> None:
@@ -140,16 +150,6 @@ def delete_state(path: AnyPath) -> None:
 def delete_debris(folder: AnyPath) -> None:
     """Delete what interrupted saves and deletions left in a folder of checkpoints."""
     storage_of(folder).delete_debris()
-
-
-def _best_first(checkpoints: Iterable[Mapping[str, Any]], metric: str | None, greater_is_better: bool) -> list[int]:
-    """Return the steps of evaluated checkpoints, best first; among equal ones the older comes first."""
-    if metric is None:
-        return []
-    sign = -1 if greater_is_better else 1
-    values = {checkpoint["step"]: float(checkpoint["metrics"].get(metric, math.nan)) for checkpoint in checkpoints}
-    finite = (step for step, value in values.items() if math.isfinite(value))
-    return sorted(finite, key=lambda step: (sign * values[step], step))
 
 
 def _belongs_to_run(path: AnyPath, newest: AnyPath, run_id: str) -> bool:

@@ -1,9 +1,10 @@
 """Finished runs: whether their last checkpoint still exists, which weights they ended with, and how to load them."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from trainer_lib.events import Control, Modifier, RunState
+from trainer_lib.events import Best, Control, Modifier, RunState
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.logging import get_logger
 from trainer_lib.runs import FoundRun, RunFolder
@@ -31,11 +32,9 @@ def is_finished(run: RunFolder) -> bool:
 
 def final_checkpoint(run: RunFolder) -> AnyPath | None:
     """Return the checkpoint with the weights that a finished run ended with; `None` without a checkpoint."""
-    entries = _entries(run)
-    state, arguments = run.facts["state"], run.facts.get("arguments") or {}
-    best = state["best"]["step"] if arguments.get("load_best_at_end") and state["best"] is not None else None
-    good = _good(entries)
-    chosen = [entry for entry in good if entry["step"] == best] or good
+    good = _good(_entries(run))
+    best = _best_left(run, good)
+    chosen = [entry for entry in good if best is not None and entry["step"] == best.step] or good
     return path_at(chosen[-1]["path"]) if chosen else None
 
 
@@ -71,6 +70,7 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
             session.loading.load(checkpoint)
         fire_modifiers(session, "on_fit_begin")
         session.run.state = RunState.of(state)
+        session.run.state.best = _best_left(run, _good(state["checkpoints"])) or session.run.state.best
         session.run.metrics = dict(facts["metrics"])
         session.average_at_end(session.run.state.status)
         optimizer_modes.evaluate(session.run.optimizers.values())
@@ -86,6 +86,21 @@ def fire_modifiers(session: FitSession, event: str) -> None:
     for callback in session.context.events:
         if isinstance(callback, Modifier):
             getattr(callback, event)(session.run)
+
+
+def _best_left(run: RunFolder, entries: Sequence[Mapping[str, Any]]) -> Best | None:
+    """Return the best evaluation that a finished run loaded at its end, or the next best if its checkpoint is gone."""
+    best, arguments = RunState.of(run.facts["state"]).best, run.facts.get("arguments") or {}
+    if best is None or not arguments.get("load_best_at_end"):
+        return None
+    metrics = {entry["step"]: entry["metrics"] for entry in entries}
+    if best.step in metrics:
+        return best
+    from trainer_lib.checkpointing.save.retention import best_first
+    from trainer_lib.foundation.metric_names import greater_is_better_for
+
+    steps = best_first(entries, best.metric, greater_is_better_for(best.metric, arguments.get("greater_is_better")))
+    return Best(best.metric, float(metrics[steps[0]][best.metric]), steps[0]) if steps else None
 
 
 def _entries(run: RunFolder) -> list[dict[str, Any]]:

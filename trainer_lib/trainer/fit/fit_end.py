@@ -3,7 +3,8 @@
 import contextlib
 from typing import Any
 
-from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.filesystem.remote_paths import AnyPath
+from trainer_lib.foundation.errors import ConfigurationError, DamagedError
 from trainer_lib.logging import get_logger
 from trainer_lib.processes.exit_codes import Interruption
 from trainer_lib.runs.run_lease import Lease
@@ -138,19 +139,45 @@ class FitEnd:
         return FitResult.of({"state": self._run.state.state_dict(), "metrics": self._run.metrics, "report": report})
 
     def _load_best(self) -> None:
-        run, best = self._run, self._run.state.best
-        checkpoint = self.result().best_checkpoint
-        assert best is not None
-        if checkpoint is None and run.args.keep_best == 0:
+        """Load the best checkpoint. A damaged or missing one is left out: the next best is loaded, with a warning."""
+        run, state = self._run, self._run.state
+        if self.result().best_checkpoint is None and run.args.keep_best == 0:
             raise ConfigurationError("load_best_at_end=True: the best evaluation was not saved. Leave keep_best at 1.")
-        if checkpoint is not None:
-            state = run.state.state_dict()
+        problems: list[str] = []
+        self._saver.find()
+        while (best := state.best) is not None:
+            checkpoint = self.result().best_checkpoint
+            if checkpoint is None and best.step == state.step:  # could not be written, and these are its weights
+                break
+            problem = self._problem_loading(checkpoint, best.step)
+            if problem is None:
+                break
+            problems.append(problem)
+            state.checkpoints = [entry for entry in state.checkpoints if entry["step"] != best.step]
+            if best.step == state.step:
+                break
+            state.best = self._context.evaluation.best_of(state.checkpoints)
+        if problems:
+            _logger.warning(
+                "load_best_at_end=True: %s The weights are those of step %d, the %s.",
+                " ".join(problems),
+                state.step if state.best is None else state.best.step,
+                "last one" if state.best is None else f"best one left ({state.best.metric} {state.best.value:.6g})",
+            )
+
+    def _problem_loading(self, checkpoint: AnyPath | None, step: int) -> str | None:
+        """Load a checkpoint; return why it could not be, `None` if it was. A damaged one is set aside."""
+        run, group = self._run, self._context.group
+        if checkpoint is None:
+            return f"There is no checkpoint of the best evaluation, of step {step}."
+        state = run.state.state_dict()
+        try:
             with self._context.events.observer_states_kept():
                 run.accelerator.load_state(checkpoint)
-            run.state.load_state_dict(state)
-        elif best.step != run.state.step:  # else these are its weights
-            _logger.warning(
-                "load_best_at_end=True: the checkpoint of the best evaluation, of step %d, could not be written. "
-                "The weights are those of the last step.",
-                best.step,
-            )
+        except DamagedError as error:
+            from trainer_lib.checkpointing.load.fallback import set_aside
+
+            renamed = set_aside(checkpoint, group, "load_best_at_end", run.accelerator.checkpoints.leads)
+            return f"{error} It is now called {renamed.name}."
+        run.state.load_state_dict(state)
+        return None
