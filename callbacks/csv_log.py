@@ -44,16 +44,19 @@ class CsvLog(Callback):
         self.path: Path = log_file(path, "CsvLog")
         self._columns = list[str]()
         self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
+        self._instead: list[dict[str, str]] | None = None  # the rows that are to replace those of the file
         self._is_failing = False
 
     def on_fit_begin(self, run: Run) -> None:
         if not run.is_main_process:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._columns = list(_PROGRESS)
         if run.state.step:
             self._keep_up_to(run.state.step)
-        elif self.path.exists():
+            return
+        self._waiting.clear()
+        self._instead = None
+        if self.path.exists():
             self.path.replace(self.path.with_name(f"{self.path.name}.old"))
 
     def on_load_end(self, run: Run, folder: Path) -> None:
@@ -79,19 +82,27 @@ class CsvLog(Callback):
             "seconds": round(state.seconds, 3),
         }
         self._waiting.append({**progress, **{name: value for name, value in values.items() if name not in progress}})
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write the rows that wait; those that the disk does not take wait for the next call."""
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._add_waiting()
         except OSError as error:
             if not self._is_failing:
-                _logger.warning("%s cannot be written: %s. Its rows wait until it can.", self.path, error.strerror)
+                _logger.warning(
+                    "%s cannot be written: %s. Its rows wait until it can.", self.path, error.strerror or error
+                )
             self._is_failing = True
         else:
-            self._is_failing = False
+            self._waiting.clear()
+            self._instead, self._is_failing = None, False
 
     def _add_waiting(self) -> None:
         columns = [*dict.fromkeys([*self._columns, *(name for row in self._waiting for name in row)])]
-        if columns != self._columns or not self.path.exists():
-            rows = self._rows()
+        if columns != self._columns or self._instead is not None or not self.path.exists():
+            self._instead = rows = self._rows()
             columns = [*dict.fromkeys([*self._columns, *columns])]
             self._write([*rows, *self._waiting], columns)
             self._columns: list[str] = columns
@@ -99,16 +110,18 @@ class CsvLog(Callback):
             text = io.StringIO()
             _writer(text, columns).writerows(self._waiting)
             append_text(self.path, text.getvalue())
-        self._waiting.clear()
 
     def _keep_up_to(self, step: int) -> None:
         for row in [row for row in self._waiting if row["step"] > step]:
             self._waiting.remove(row)
         rows = [row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step]
-        self._write(rows, self._columns)
+        self._instead: list[dict[str, str]] | None = rows
+        self._flush()
 
     def _rows(self) -> list[dict[str, str]]:
         """Return the complete rows of the file, and take over its columns."""
+        if self._instead is not None:
+            return self._instead
         if not self.path.exists():
             return []
         with self.path.open(encoding="utf-8", newline="") as file:

@@ -56,6 +56,7 @@ class JsonlLog(Callback):
         self._traceback: str | None = None
         self._is_training = False
         self._waiting: deque[str] = deque(maxlen=_WAITING)
+        self._instead: list[str] | None = None  # the lines that are to replace those of the file
         self._is_failing = False
         if skipped_steps:
             self.on_step_skipped: Any = self._write_skipped
@@ -64,13 +65,14 @@ class JsonlLog(Callback):
         self._error, self._traceback, self._is_training = None, None, True
         if not run.is_main_process:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if run.state.step:
             self._resume(run)
-        else:
-            if self.path.exists():
-                self.path.replace(self.path.with_name(f"{self.path.name}.old"))
-            self._write(run, "started", _settings(run))
+            return
+        self._waiting.clear()
+        self._instead = None
+        if self.path.exists():
+            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+        self._write(run, "started", _settings(run))
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         if run.is_main_process:
@@ -92,6 +94,7 @@ class JsonlLog(Callback):
     def on_load_end(self, run: Run, folder: Path) -> None:
         if self._is_training and run.is_main_process:  # after a rewind these updates run and are logged again
             self._cut(run.state.step, [])
+            self._flush()
 
     def on_event(self, run: Run, name: str, facts: Mapping[str, Any]) -> None:
         self._write(run, name, facts, {"step": facts["step"]} if type(facts.get("step")) is int else None)
@@ -124,12 +127,13 @@ class JsonlLog(Callback):
         """Remove the lines after a step, and add lines."""
         lines = [*self._lines(), *_parsed(self._waiting)]
         kept = [line for line, entry in lines if entry["step"] <= step or entry.get("event") in _KEPT_EVENTS]
-        if self.path.exists():
-            replace_file(self.path, lambda path: _write_lines(path, [*kept, *added]))
-            self._waiting.clear()
+        self._instead: list[str] | None = [*kept, *added]
+        self._waiting.clear()
 
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the complete lines, each with its parsed entry."""
+        if self._instead is not None:
+            return _parsed(self._instead)
         if not self.path.exists():
             return []
         # JSON escapes no line separators of Unicode, at which `splitlines` would cut a line too.
@@ -145,15 +149,25 @@ class JsonlLog(Callback):
         header: dict[str, Any] = {"event": event, **current, **(progress or {})}
         header |= {"seconds": round(header["seconds"], 3), "time": round(time.time(), 3)}
         self._waiting.append(json.dumps(_plain({**header, **values, **header}), ensure_ascii=False, allow_nan=False))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write the lines that wait; those that the disk does not take wait for the next call."""
         try:  # opened for each line: logs are rare, and a run that is killed leaves no open file
-            append_text(self.path, "".join(f"{line}\n" for line in self._waiting))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if (lines := self._instead) is not None:
+                replace_file(self.path, lambda path: _write_lines(path, [*lines, *self._waiting]))
+            else:
+                append_text(self.path, "".join(f"{line}\n" for line in self._waiting))
         except OSError as error:
             if not self._is_failing:
-                _logger.warning("%s cannot be written: %s. Its lines wait until it can.", self.path, error.strerror)
+                _logger.warning(
+                    "%s cannot be written: %s. Its lines wait until it can.", self.path, error.strerror or error
+                )
             self._is_failing = True
         else:
             self._waiting.clear()
-            self._is_failing = False
+            self._instead, self._is_failing = None, False
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from torch.utils.data import default_collate
 from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.sample_seeds import SeededSamples
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import append_text, replace_file
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.logging import get_logger
+
+_logger = get_logger(__name__)
 
 _FOLDER = "provenance"
 _AT_ONCE = 1000  # lines buffered before a write
@@ -43,6 +46,8 @@ class Provenance(Callback):
         self._lines: list[str] = []
         self._position: dict[str, int] = {}
         self._is_skipped = False
+        self._kept_up_to: int | None = None  # the step after which lines are to be removed from the file
+        self._is_failing = False
 
     def on_fit_begin(self, run: Run) -> None:
         folder = self._parent or run.folder
@@ -53,7 +58,6 @@ class Provenance(Callback):
             world_size, rank = run.accelerator.data_group.size, run.accelerator.data_group.rank
             if not run.accelerator.reads_first:
                 return  # another rank reads the same samples, and writes them
-        (folder / _FOLDER).mkdir(parents=True, exist_ok=True)
         self._file = folder / _FOLDER / f"process-{rank}.jsonl"
         self._batches, self._lines = [], []
         self._cut(run.state.step)
@@ -113,15 +117,31 @@ class Provenance(Callback):
         self._file = None
 
     def _write(self) -> None:
-        if self._lines and self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in self._lines))
-        self._lines = []
+        """Write the lines that wait; those that the disk does not take wait for the next call."""
+        if self._file is None or not (self._lines or self._kept_up_to is not None):
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            if self._kept_up_to is not None and self._file.exists():
+                _keep(self._file, self._kept_up_to)
+            self._kept_up_to = None
+            append_text(self._file, "".join(f"{line}\n" for line in self._lines))
+        except OSError as error:
+            if not self._is_failing:
+                _logger.warning(
+                    "%s cannot be written: %s. Its lines wait until it can.",
+                    self._file,
+                    error.strerror or error,
+                    main_process_only=False,
+                )
+            self._is_failing = True
+        else:
+            self._lines, self._is_failing = [], False
 
     def _cut(self, step: int) -> None:
-        self._lines = []
-        if self._file is not None and self._file.exists():
-            _keep(self._file, step)
+        self._lines: list[str] = []
+        self._kept_up_to: int | None = step
+        self._write()
 
 
 def samples_of_step(run_folder: str | Path, step: int) -> list[list[list[Any]]]:

@@ -232,7 +232,9 @@ def test_other_events_are_lines_too(tmp_path: Path) -> None:
     assert not Dispatcher([JsonlLog(tmp_path / "log")]).listens("on_step_skipped")  # costs a look in each step
 
 
-def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "log"
     go_through([JsonlLog(path)], 6, log_every=2)
     whole = path.read_text()
@@ -240,11 +242,25 @@ def test_a_cut_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch:
     def fail(*args: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no space left"):
-        JsonlLog(path).on_fit_begin(running(step=4))
+    log, run = JsonlLog(path), running(step=4)
+    with monkeypatch.context() as patches:
+        patches.setattr("os.fsync", fail)
+        log.on_fit_begin(run)
+        log.on_log(run, {"loss": 0.25})
     assert path.read_text() == whole
     assert sorted(tmp_path.iterdir()) == [path]
+    assert caplog.messages == [f"{path} cannot be written: no space left. Its lines wait until it can."]
+    run.state.step = 6
+    log.on_log(run, {"loss": 0.125})
+    events = [(line["event"], line["step"]) for line in map(json.loads, path.read_text().splitlines())]
+    assert [event for event in events if event[0] != "ended"] == [
+        ("started", 0),
+        ("log", 2),
+        ("log", 4),
+        ("resumed", 4),
+        ("log", 4),
+        ("log", 6),
+    ]
 
 
 def test_a_new_run_puts_an_older_file_aside(tmp_path: Path) -> None:

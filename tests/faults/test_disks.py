@@ -1,5 +1,7 @@
 """Full, failing, read-only and forbidden disks: the error names the cause, and no checkpoint is lost."""
 
+import contextlib
+import csv
 import json
 import os
 import re
@@ -13,10 +15,11 @@ import pytest
 from tests.faults.conftest import SmallDisk
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.ledger import Ledger
-from tests.faults.trainings import digest, one_run, sharded, state_of, train, trained, warned
+from tests.faults.trainings import Dies, digest, one_run, sharded, state_of, train, trained, warned
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
+from trainer_lib.callbacks import CsvLog, Provenance
 from trainer_lib.checkpointing.load.find import verify_state
 from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.events import Modifier, Run
@@ -424,6 +427,48 @@ def test_a_run_resumes_while_the_disk_is_full(small_disk: SmallDisk, ledger: Led
     messages = [line for line in said if "Training continues" in line]
     assert {re.findall(r"checkpoint-0*(\d+)", line)[0] for line in messages} == {"6", "8"}
     ledger.note("disks", "a Trainer's restart on a file system that is full", injected=1, told=1, whole=1, went_on=1)
+
+
+class DiskOfRestart(Modifier):
+    """Gives the disk room again after a step."""
+
+    def __init__(self, step: int, empty: Callable[[], None]) -> None:
+        self._step, self._empty = step, empty
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self._step:
+            self._empty()
+
+
+def test_a_run_that_resumes_on_a_full_disk_loses_no_line_of_its_logs(small_disk: SmallDisk) -> None:
+    """The disk has room again before the run ends. Lines after the step that it resumes from are removed."""
+
+    def body(name: str, *others: Modifier, **options: Any) -> list[str]:
+        folder = small_disk.folder / name
+        logs: list[Any] = [CsvLog(folder / "history.csv"), Provenance()]
+        args = arguments(output_dir=folder, save_every=4, log_every=1, max_steps=10, **options)
+        with warned() as warnings, contextlib.suppress(InterruptedError):
+            trainer(args, callbacks=[*logs, *others]).fit()
+        return warnings
+
+    def contents(name: str) -> tuple[list[Any], list[Any], list[Any]]:
+        (run,) = (path for path in (small_disk.folder / name).iterdir() if path.is_dir())
+        lines = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+        table = csv.DictReader((small_disk.folder / name / "history.csv").read_text().splitlines())
+        return (
+            [(line["step"], line["loss"]) for line in lines if line["event"] == "log"],
+            [(row["step"], row["loss"]) for row in table],
+            (run / "provenance" / "process-0.jsonl").read_text().splitlines(),
+        )
+
+    run_world(body, ("whole",), 1, timeout=60)
+    run_world(body, ("parts", Dies(7)), 1, timeout=60)
+    small_disk.fill()
+    (warnings,) = run_world(lambda: body("parts", DiskOfRestart(6, small_disk.empty), resume="auto"), (), 1, timeout=60)
+    assert [line for line in warnings if "switched off" in line] == []
+    for name in ("history.jsonl", "history.csv", "process-0.jsonl"):
+        assert sum(f"{name} cannot be written: No space left" in line for line in warnings) == 1, warnings
+    assert contents("parts") == contents("whole")
 
 
 # -- temporary files -------------------------------------------------------------------------------------------------
