@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, and that its list of checkpoints matches the disk."""
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 
 from tests.faults.injuries import spoil
+from tests.faults.trainings import warned
 from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib.checkpointing.format.manifest import read_manifest
+from trainer_lib.checkpointing.load.find import verify_state
 from trainer_lib.checkpointing.save.retention import automatic_states, steps_to_keep
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import CheckpointError, DamagedError
@@ -137,3 +140,29 @@ def test_a_manifest_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, m
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: Permission denied") as caught:
         read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_copied_checkpoint_of_another_run_is_set_aside_not_replaced(processes: int, tmp_path: Path) -> None:
+    def body(dies_at: int = 99, **options: Any) -> list[str]:
+        args = arguments(output_dir=tmp_path, save_every=2, max_steps=8, seed=1, **options)
+        with warned() as warnings, contextlib.suppress(InterruptedError):
+            trainer(args, train_dataset=points(80), callbacks=[Dies(dies_at)]).fit()
+        return [line for line in warnings if "another run" in line]
+
+    run_world(body, num_processes=1)
+    (other,) = tmp_path.iterdir()
+    copied = other / "checkpoints" / "checkpoint-00000006"
+    run_world(lambda: body(dies_at=5), num_processes=processes)
+    (own,) = (path for path in tmp_path.iterdir() if path != other)
+    shutil.copytree(copied, own / "checkpoints" / copied.name)
+    facts = read_manifest(copied)
+    for rank, warnings in enumerate(run_world(lambda: body(resume=str(own)), num_processes=processes)):
+        assert len(warnings) == (rank == 0)
+        assert all(f"another run, {other.name}. It is renamed to {copied.name}.other-run" in line for line in warnings)
+    aside = own / "checkpoints" / f"{copied.name}.other-run"
+    verify_state(aside)
+    assert read_manifest(aside) == facts
+    assert read_manifest(own / "checkpoints" / copied.name).run_id == own.name
+    names = sorted(path.name for path in (own / "checkpoints").iterdir())
+    assert names == [*(f"checkpoint-0000000{step}" for step in (4, 6)), aside.name, "checkpoint-00000008"]

@@ -73,7 +73,16 @@ def deleted_beside(folder: Path) -> Path:
 
 def damaged_beside(folder: AnyPath) -> AnyPath:
     """Return an unused name for a damaged checkpoint: it is kept for inspection and never loaded."""
-    names = [f"{folder.name}.damaged", *(f"{folder.name}.damaged-{number}" for number in range(2, 1000))]
+    return _unused_beside(folder, "damaged")
+
+
+def other_run_beside(folder: AnyPath) -> AnyPath:
+    """Return an unused name for the checkpoint of another run, which is in the place of one of this run."""
+    return _unused_beside(folder, "other-run")
+
+
+def _unused_beside(folder: AnyPath, ending: str) -> AnyPath:
+    names = [f"{folder.name}.{ending}", *(f"{folder.name}.{ending}-{number}" for number in range(2, 1000))]
     return next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
 
 

@@ -3,14 +3,16 @@
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from trainer_lib.collectives.agreement import run_on_main_process
 from trainer_lib.filesystem.remote_paths import AnyPath, path_at
 from trainer_lib.foundation.errors import CheckpointError, RunInUseError, UnsavedError, UnwritableError
 from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_lease import Lease
-from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints
+from trainer_lib.trainer.checkpoints.existing_checkpoints import existing_checkpoints, set_other_run_aside
 from trainer_lib.trainer.fit.context import FitContext
 from trainer_lib.trainer.result import FitResult
 
@@ -65,6 +67,7 @@ class CheckpointSaver:
         self._context.events.fire("on_save_begin", run, target)
         state.checkpoints = [*earlier, entry]  # so that a run that resumes from it lists it
         try:
+            run_on_main_process(accelerator.group, "fit", partial(set_other_run_aside, target, state.run_id))
             save(accelerator.checkpoints, target, background=run.args.save_in_background, group=accelerator.group)
         except UnwritableError as error:
             self._handle_failure(error)
