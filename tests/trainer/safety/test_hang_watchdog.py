@@ -134,7 +134,9 @@ import os, signal, sys, threading, time
 from pathlib import Path
 
 import torch
-from tests.trainer.tasks import arguments, network, points, trainer
+from torch.nn.functional import cross_entropy
+from tests.trainer.tasks import arguments, network, points
+from trainer_lib import Callback, Trainer
 from trainer_lib.tensor_files.file_contents import Tensors
 
 folder, how, hangs_on = Path(sys.argv[1]), sys.argv[2], os.environ.get("HANGS", "0")
@@ -175,6 +177,19 @@ class Network(torch.nn.Module):
         return self.inner(inputs)
 
 
+class HangsAtTheEnd(Callback):
+    def on_fit_end(self, run):
+        if is_hung and how == "end":
+            hang()
+
+
+class Loads(Trainer):
+    def train_dataloader(self):
+        if is_hung and how == "loader":
+            hang()
+        return super().train_dataloader()
+
+
 write = Tensors.write
 if how == "save" and is_hung:
     Tensors.write = lambda self, path: hang() if "00000006" in str(path) else write(self, path)
@@ -182,7 +197,8 @@ args = arguments(
     output_dir=folder / "runs", save_every=3, shuffle=False, num_train_epochs=1, hang_timeout=TIMEOUT,
     num_workers=1 if how == "worker" else 0,
 )
-trainer(args, model=Network(), train_dataset=Points()).fit()
+data = {"train_dataset": Points(), "loss_fn": cross_entropy}
+Loads(Network(), args, **data, callbacks=[HangsAtTheEnd()]).fit()
 """.replace("TIMEOUT", str(TIMEOUT))
 
 
@@ -304,6 +320,18 @@ def test_a_rank_that_spins_is_named(tmp_path: Path, how: str) -> None:
     assert codes == [EXIT_CODE, EXIT_CODE]
     assert ": rank 1 hangs." in errors[0]
     assert "hang (script.py:" in errors[0]
+    assert seconds < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.fault("a rank that hangs before the first step, or after the last one")
+@pytest.mark.parametrize(("how", "step"), [("loader", "before the first step"), ("end", "after step 25")])
+def test_a_rank_that_hangs_before_or_after_the_steps_is_named(how: str, step: str, tmp_path: Path) -> None:
+    codes, errors, seconds = started(tmp_path, how)
+    assert codes == [EXIT_CODE, EXIT_CODE if how == "loader" else 0]
+    assert f"(hang_timeout={TIMEOUT:g}): rank 0 hangs." in "".join(errors)
+    assert f"  rank 0 is {step}, in " in "".join(errors)
     assert seconds < MOST
 
 

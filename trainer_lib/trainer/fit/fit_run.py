@@ -15,6 +15,7 @@ from trainer_lib.trainer.fit.accelerator_setup.build_accelerator import numerics
 from trainer_lib.trainer.fit.session import FitSession
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.result import FitResult
+from trainer_lib.trainer.safety.hang_watchdog import watched
 from trainer_lib.trainer.safety.signals import Signals
 from trainer_lib.trainer.trainer_interface import TrainerInterface, forget_prepared
 
@@ -71,14 +72,17 @@ def _forget_last(trainer: TrainerInterface) -> None:
 
 
 def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -> FitResult:
-    signals = Signals(trainer.args.stop_signals, Control(), trainer.accelerator.is_main_process)
-    with signals:
-        session = FitSession(trainer, resume_point.folder, signals, lease)
+    args, folder = trainer.args, resume_point.folder
+    signals = Signals(args.stop_signals, Control(), trainer.accelerator.is_main_process)
+    stacks = None if folder is None else folder.here
+    with signals, watched(trainer.accelerator, args.hang_timeout_seconds, stacks) as follow:
+        session = FitSession(trainer, folder, signals, lease)
         trainer.run = session.run
         trainer.parts.guard = session.guard if session.guard.reads_losses else None
         status = "failed"
         try:
             session.begin(resume_point.checkpoint, is_unfinished=resume_point.is_unfinished)
+            follow(session.run)
             session.loop(TrainLoop).train()
             if session.owed.interruption is None:
                 session.end.finish()

@@ -39,7 +39,6 @@ from trainer_lib.trainer.losses.batch_parts import batch_parts
 from trainer_lib.trainer.publish.save_pretrained import write_companion_files
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import Deadline, check_ahead, deadline_of
-from trainer_lib.trainer.safety.hang_watchdog import watched
 from trainer_lib.trainer.safety.micro_batching import MicroBatching
 from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
@@ -112,7 +111,7 @@ class FitSession:
         )
         self.end: FitEnd = FitEnd(context, self.log, self.evaluations, self.saving, self.saver, self.owed, self._lease)
         self.triggers: Triggers = _triggers(context, self.deadline)
-        self._watching = ExitStack()
+        self._registered = ExitStack()
         self._register()
 
     def _register(self) -> None:
@@ -122,7 +121,7 @@ class FitSession:
         accelerator.register_for_checkpointing(self.part)
         accelerator.checkpoints.infinite_buffers = infinite_buffers(self.context)
         accelerator.checkpoints.holders = self._generator_holders
-        self._watching.callback(setattr, accelerator.checkpoints, "holders", dict)
+        self._registered.callback(setattr, accelerator.checkpoints, "holders", dict)
         accelerator.checkpoints.prefix_of_buffers = f"{_BUFFERS}." if self._buffers else ""
         for handle in (
             accelerator.register_save_state_pre_hook(self._write_companions),
@@ -130,10 +129,10 @@ class FitSession:
             accelerator.register_load_state_pre_hook(adapters.restore_base_weights),
             accelerator.register_state_facts(lambda: manifest_facts(self.context, self.saver.reasons)),
         ):
-            self._watching.callback(handle.remove)
+            self._registered.callback(handle.remove)
         if self.rounds.enabled:
-            self._watching.callback(self.rounds.leave)
-            self._watching.callback(setattr, self.run, "averaged_weights", self.run.averaged_weights)
+            self._registered.callback(self.rounds.leave)
+            self._registered.callback(setattr, self.run, "averaged_weights", self.run.averaged_weights)
             self.rounds.__enter__()
             self.run.averaged_weights = self.rounds.averaged
 
@@ -168,7 +167,6 @@ class FitSession:
         if context.folder is not None and args.save_in_background:
             # Its connections are made now: later the store may be gone, with the launcher.
             run.accelerator.checkpoints.background.group(context.group)
-        self._watching.enter_context(watched(run, args.hang_timeout_seconds, run.folder))
         start_banner.show(context, self._signals, self.deadline)
         context.events.fire("on_fit_begin", run)
         if told := resume_arguments.visible_changes(self.loading.changed):
@@ -217,8 +215,8 @@ class FitSession:
             self.rounds.average()
 
     def release(self) -> None:
-        """Stop the watchdog, and take back what was registered with the accelerator."""
-        self._watching.close()
+        """Take back what was registered with the accelerator."""
+        self._registered.close()
 
     def _begin_counting(self) -> None:
         """Begin to count tokens, time and intervals, from the state that the run has now."""

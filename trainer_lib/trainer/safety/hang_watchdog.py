@@ -13,10 +13,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer_lib.events import Run
 from trainer_lib.foundation import environment
@@ -27,6 +27,9 @@ from trainer_lib.processes.failure_record import record_failure
 from trainer_lib.trainer.safety.rank_heartbeats import Peers
 from trainer_lib.trainer.safety.save_watch import SaveWatch
 from trainer_lib.trainer.safety.thread_stacks import Stack, WorkerWork, stacks_of_worker
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator.accelerator import Accelerator
 
 EXIT_CODE = 70  # "an internal error of the software", for shells that ask
 _LOOKS = 20  # during the timeout
@@ -54,38 +57,44 @@ class Watchdog:
     """Watches the thread that makes it. All ranks have to make one.
 
     Args:
-        run: The run.
+        accelerator: The accelerator of the run.
         timeout: The seconds without progress after which a rank hangs.
         folder: Where the stacks of all threads are written to.
     """
 
-    def __init__(self, run: Run, timeout: float, folder: Path) -> None:
-        self._run, self._timeout, self._folder = run, timeout, folder
-        self._rank = run.accelerator.process_index
+    def __init__(self, accelerator: "Accelerator", timeout: float, folder: Path) -> None:
+        self._saves, self._timeout, self._folder = accelerator.checkpoints.background, timeout, folder
+        self._run: Run | None = None
+        self._rank = accelerator.process_index
         self._between = min(timeout / _LOOKS, _MOST_BETWEEN_LOOKS)
         self._patience = min(max(timeout / 4, _PATIENCE[0]), _PATIENCE[1])
         self._watched = threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._watched) if hasattr(time, "pthread_getcpuclockid") else None
         # Waiting for an accelerator may keep the processor busy, which looks like work.
-        self._counts_work = self._clock is not None and run.accelerator.device.type == "cpu"
+        self._counts_work = self._clock is not None and accelerator.device.type == "cpu"
         world = environment.read_world()
-        self._connections = Peers(run.accelerator.group, self._stand, None if world is None else world.master_addr)
+        self._connections = Peers(accelerator.group, self._stand, None if world is None else world.master_addr)
         self._peers = {rank: _Peer() for rank in self._connections.ranks}
         self._turns = itertools.cycle(self._peers)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._at: Any = None  # where the watched thread was found last
-        self._save = SaveWatch(run.accelerator.checkpoints.background, timeout)
+        self._save = SaveWatch(self._saves, timeout)
         self._waits_for_save = False
         self._work = WorkerWork()
         self._worked = 0.0
         self._ends = False
-        self._began_at = run.state.micro_batches
+        self._began_at = 0
         self._moved = self._looked = time.monotonic()
 
     @property
     def stacks_file(self) -> Path:
         """Where this rank writes its stacks."""
         return self._folder / f"hang-process-{self._rank}.txt"
+
+    def follow(self, run: Run) -> None:
+        """Count the steps of a run as progress from now on: it is set up, and its first step comes next."""
+        self._began_at = run.state.micro_batches
+        self._run = run
 
     def start(self) -> None:
         """Begin to watch."""
@@ -153,12 +162,13 @@ class Watchdog:
 
     def _moves(self, now: float) -> bool:
         """Whether this rank made progress: the training thread, the data worker it waits for, or a save."""
-        stack, state = Stack(self._watched), self._run.state
+        stack, run = Stack(self._watched), self._run
         self._waits_for_save = stack.waits_for_save
-        progress = (state.step, state.micro_batches, id(self._run.batch))
+        progress = None if run is None else (run.state.step, run.state.micro_batches, id(run.batch))
         # A step that takes this long turns in circles, and so does reading once there was a batch. All other code may
         # compute for as long as it wants.
-        reads_on = stack.is_in_data and state.steps_in_epoch > 0 and state.micro_batches > self._began_at
+        has_read = run is not None and run.state.steps_in_epoch > 0 and run.state.micro_batches > self._began_at
+        reads_on = has_read and stack.is_in_data
         is_strict = (stack.is_in_step or reads_on) and not stack.is_compiling
         before, self._at = self._at, (progress, None if is_strict else stack.places)
         if before != self._at or stack.is_debugged or self._save.is_moving:
@@ -181,14 +191,14 @@ class Watchdog:
         """Return where this rank is, as others are told."""
         stack = Stack(self._watched)
         told: dict[str, Any] = {
-            "step": self._run.state.step,
+            "at": _position(self._run),
             "idle": time.monotonic() - self._moved,
             "where": stack.lines,
             "waits": stack.waits_for_ranks,
             "ends": self._ends,
             "save hangs": self._save.told,
         }
-        saves = self._run.accelerator.checkpoints.background
+        saves = self._saves
         if (worker := stack.worker) is not None:
             told["for"] = f"waits for data worker {worker[0]} (pid {worker[1]}), "
         elif stack.waits_for_save and saves.target is not None:
@@ -271,26 +281,26 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def watched(run: Run, timeout: float | None, folder: Path | None) -> Generator[None]:
-    """Return the block in which a run is watched.
+def watched(accelerator: "Accelerator", timeout: float | None, folder: Path | None) -> Generator[Callable[[Run], None]]:
+    """Return the block in which a fit is watched; it yields what tells the watchdog which run begins its steps.
 
     Args:
-        run: The run.
+        accelerator: The accelerator of the run.
         timeout: The seconds; at most a little less than the backend waits, whose error does not say for whom. `None`:
             the run is not watched, and neither is one of a single process that somebody types to.
         folder: Where the stacks go; by default one for temporary files.
     """
-    backend_timeout = run.accelerator.group.timeout
+    backend_timeout = accelerator.group.timeout
     if timeout is None or (backend_timeout is None and is_interactive()):
-        yield
+        yield lambda _: None
         return
     if backend_timeout is not None:
         timeout = min(timeout, 0.8 * backend_timeout.total_seconds())
     folder = folder or Path(tempfile.gettempdir()) / f"trainer_lib-{os.getppid()}"
-    watchdog = Watchdog(run, timeout, folder)
+    watchdog = Watchdog(accelerator, timeout, folder)
     watchdog.start()
     try:
-        yield
+        yield watchdog.follow
     finally:
         watchdog.stop()
 
@@ -298,4 +308,10 @@ def watched(run: Run, timeout: float | None, folder: Path | None) -> Generator[N
 def _place(told: dict[str, Any]) -> str:
     if not told:
         return "before the first step"
-    return f"in step {told['step'] + 1}, {told.get('for', '')}in {' ← '.join(told['where'])}"
+    return f"{told['at']}, {told.get('for', '')}in {' ← '.join(told['where'])}"
+
+
+def _position(run: Run | None) -> str:
+    if run is None:
+        return "before the first step"
+    return f"after step {run.state.step}" if run.state.has_ended else f"in step {run.state.step + 1}"
