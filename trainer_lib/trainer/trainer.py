@@ -19,6 +19,7 @@ from trainer_lib.foundation.public_names.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
 from trainer_lib.modules.module_buffers import no_gradients_of
 from trainer_lib.state.accumulation_window import sum_from_mean
+from trainer_lib.trainer.arguments import value_checks
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.checks import at_construction
 from trainer_lib.trainer.checks.foreign_calls import explains_foreign_calls, explains_form, missing_member
@@ -157,9 +158,10 @@ class Trainer(ToolMethods, PublishMethods):
         all_callbacks = defaults.callbacks(self.args, given)
         self.events: Dispatcher = Dispatcher(all_callbacks)
         if train_metrics is not None:
-            from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics
+            from trainer_lib.trainer.metrics.training_metrics import TrainingMetrics, TrainingMetricsOfParts
 
-            self.events.add(TrainingMetrics(train_metrics))
+            in_parts = self.args.per_device_train_batch_size == value_checks.AUTO
+            self.events.add((TrainingMetricsOfParts if in_parts else TrainingMetrics)(train_metrics))
         evaluation = EvaluationPlan(self)
         if accelerator is not None:
             at_construction.check_accelerator(accelerator, self.args)

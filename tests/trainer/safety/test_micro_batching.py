@@ -83,7 +83,8 @@ def fitted(model: Hungry, dies_at: int | None = None, resume: str = "never", **o
     args = arguments(log_every=1, **{"per_device_train_batch_size": "auto", **options})
     callbacks: list[Callback] = [counts] if dies_at is None else [counts, Dies(dies_at)]
     loss_fn = nn.functional.cross_entropy
-    model_trainer = Logging(model, args, train_dataset=points(132), loss_fn=loss_fn, callbacks=callbacks)
+    data: dict[str, Any] = {"train_dataset": points(132), "train_metrics": ["accuracy"]}
+    model_trainer = Logging(model, args, **data, loss_fn=loss_fn, callbacks=callbacks)
     model_trainer.fit(resume=resume)
     weights = [tensor.detach().clone() for tensor in model_trainer.unwrapped_model.state_dict().values()]
     return counts, weights, model_trainer
@@ -109,6 +110,9 @@ def test_a_process_that_runs_out_of_memory_makes_no_difference(accumulation: int
             assert [entry["mean"] for entry in model_trainer.run.state.history] == pytest.approx(
                 [entry["mean"] for entry in plain.run.state.history], rel=1e-5, abs=1e-7
             )  # abs: means of numbers around 1 that almost cancel
+            assert [entry["accuracy"] for entry in model_trainer.run.state.history] == pytest.approx(
+                [entry["accuracy"] for entry in plain.run.state.history], rel=1e-6
+            )
             sizes.append(counts.sizes)
             model_trainer.accelerator.free_memory()
         return sizes
@@ -125,7 +129,7 @@ def test_parts_make_the_update_of_the_whole_batch_and_it_is_told_once(caplog: py
         counts, weights, model_trainer = fitted(Hungry({1: 40, 4: 20}, backward=True))
     torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
-    for name in ("rows", "mean", "grad_norm"):
+    for name in ("rows", "mean", "grad_norm", "accuracy"):
         actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (model_trainer, plain))
         assert actual == pytest.approx(wanted, rel=1e-5), name
     texts = [record.getMessage() for record in caplog.records]
@@ -145,7 +149,7 @@ def test_a_window_begins_anew_with_the_batches_that_did_fit() -> None:
     assert hungry.calls[:6] == [64, 64, 32, 32, 32, 32]
     torch.testing.assert_close(counts.losses, expected.losses, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
-    for name in ("rows", "mean", "grad_norm"):
+    for name in ("rows", "mean", "grad_norm", "accuracy"):
         actual, wanted = ([entry[name] for entry in each.run.state.history] for each in (model_trainer, plain))
         assert actual == pytest.approx(wanted, rel=1e-5), name
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
@@ -40,6 +42,10 @@ class TrainingMetrics(Callback):
 
     def on_micro_batch_end(self, run: Run) -> None:
         """Add a batch to the means."""
+        self.measure(run)
+
+    def measure(self, run: Run) -> None:
+        """Add the outputs of now to the means."""
         if run.outputs is None:
             _logger.warning_once(
                 "train_metrics: the training step returned no outputs, so there is nothing to measure."
@@ -56,3 +62,20 @@ class TrainingMetrics(Callback):
         for metric in self._metrics:
             for name, (total, weight) in metric.measured(output).items():
                 run.trainer.parts.means.add_sum(name, total, weight)
+
+
+class TrainingMetricsOfParts(TrainingMetrics):
+    """Measures each part of a batch that is computed in parts, as `per_device_train_batch_size="auto"` does.
+
+    A batch in parts has no outputs of its own. Parts that are computed again count once: what an update that runs out
+    of memory added to the means is taken back.
+    """
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        """Do nothing: its parts are measured."""
+
+    def on_loss(self, run: Run) -> None:
+        """Add a part to the means, unless it only takes part in the update."""
+        if not (run.weighs_nothing or run.control.skip_batch):
+            with torch.no_grad():
+                self.measure(run)
