@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -311,6 +311,60 @@ def test_a_tracker_object_gets_values_as_they_were_logged(tmp_path: Path) -> Non
     assert value["total"].item() == 1.0
     assert value["array"].tolist() == [1.0, 1.0]
     assert value["nested"]["a"].tolist() == [1, 2]
+
+
+class Slow(GeneralTracker):
+    """Takes a while for each value, and counts how often it got it."""
+
+    name = "slow"
+    requires_logging_directory = False
+    took: ClassVar[list[int | None]] = []
+    may_go_on: ClassVar[threading.Event] = threading.Event()
+    refused: ClassVar[range] = range(0)
+
+    def __init__(self, run_name: str = "") -> None:
+        super().__init__()
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if step in self.refused:
+            raise ConnectionError("nobody is there")
+        self.took.append(step)
+        if step == 5:
+            self.may_go_on.wait(30)
+
+
+@pytest.mark.parametrize("is_spooled_first", [False, True])
+def test_the_values_that_a_slow_tracker_accepted_are_not_sent_again(is_spooled_first: bool, tmp_path: Path) -> None:
+    """It is cut in the sixth of twenty values; none comes after the one that was being accepted."""
+    register_tracker_class(Slow)
+    Slow.took, Slow.may_go_on, Slow.refused = [], threading.Event(), range(20 if is_spooled_first else 0)
+    trackers = TrackerGroup("slow", "project", tmp_path, patience=replace(QUICK, finish=0.3))
+    for step in range(20):
+        trackers.log({"loss": 1.0}, step=step)
+    if is_spooled_first:
+        until((tmp_path / "spool" / "slow.jsonl").exists)
+        Slow.refused = range(0)
+    until(lambda: len(Slow.took) == 6)
+    trackers.finish()
+    kept = [json.loads(line)["step"] for line in read_spool(tmp_path / "spool" / "slow.jsonl")[1]]
+    Slow.may_go_on.set()
+    until(lambda: not any(thread.name == "tracker slow" for thread in threading.enumerate()))
+    assert Slow.took == [0, 1, 2, 3, 4, 5]
+    assert kept == list(range(5, 20))  # whether it accepts the sixth is unknown
+
+    Slow.refused = range(12, 13)
+    assert main(["track", "replay", str(tmp_path)]) == 1
+    assert Slow.took[6:] == list(range(5, 12))
+    Slow.refused = range(0)
+    assert main(["track", "replay", str(tmp_path)]) == 0
+    assert Slow.took[6:] == list(range(5, 20))
 
 
 _SCRIPT = """

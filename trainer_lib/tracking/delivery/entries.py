@@ -80,20 +80,26 @@ class EntryCalls:
         entries: The entries.
 
     Attributes:
+        entries: The entries.
         done: The number of completed entries, also after a failure.
     """
 
     done: int
 
     def __init__(self, tracker: GeneralTracker, entries: list[Entry]) -> None:
-        self._tracker, self._entries = tracker, entries
+        self._tracker, self.entries = tracker, entries
         self._takes_many = type(tracker).log_points is not GeneralTracker.log_points
+        self._is_stopped = False
         self.done = 0
+
+    def stop(self) -> None:
+        """Make no further call, from another thread."""
+        self._is_stopped: bool = True
 
     def make(self) -> None:
         """Make the calls."""
-        while self.done < len(self._entries):
-            entry = self._entries[self.done]
+        while self.done < len(self.entries) and not self._is_stopped:
+            entry = self.entries[self.done]
             if entry.kind != "log":
                 _call(self._tracker, entry)
                 self.done += 1
@@ -107,7 +113,7 @@ class EntryCalls:
 
     def _points(self) -> list[Point]:
         points: list[Point] = []
-        for entry in self._entries[self.done :]:
+        for entry in self.entries[self.done :]:
             if entry.kind != "log":
                 break
             points.append(Point(dict(entry.content), entry.step, entry.time, dict(entry.kwargs)))

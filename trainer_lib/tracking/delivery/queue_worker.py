@@ -78,8 +78,10 @@ class Worker:
         self.patience = patience
         self._queue: deque[Entry] = deque()
         self._in_hand: list[Entry] = []
+        self._delivered: list[Entry] = []  # those of the queue that are being delivered
+        self._spooled: list[Entry] = []  # those of the spool that are being delivered
         self._busy_since: float | None = None
-        self._lock = threading.Lock()  # guards `_in_hand` and `_is_cut`
+        self._lock = threading.Lock()  # guards these lists and `_is_cut`
         self._wake, self._has_started, self._is_done = threading.Event(), threading.Event(), threading.Event()
         self._spilling: threading.Thread | None = None
         self._outcome: str | None = None  # set when it is time to finish
@@ -122,7 +124,7 @@ class Worker:
 
     def finish_by(self, deadline: float) -> None:
         """Wait until the thread is done or the deadline is reached; spool the remaining entries."""
-        if any(entry.kind == "artifact" for entry in [*self._in_hand, *self._queue]):
+        if any(entry.kind == "artifact" for entry in [*self._in_hand, *self._delivered, *self._queue]):
             deadline += self.patience.artifact
         self._is_done.wait(max(0.0, deadline - time.monotonic()))
         latest = deadline + self.patience.working
@@ -131,15 +133,18 @@ class Worker:
         with self._lock:
             self._is_cut = True
         if not self._is_done.is_set():
-            is_delivered = not self._in_hand and not self._queue
+            is_delivered = not (self._in_hand or self._delivered or self._queue)
             hung = "it did not finish in time" if is_delivered else "it did not accept all values in time"
             self.last_error = self.last_error or hung
             self.delivery.cut()
         if self._spilling is not None:
             self._spilling.join(1.0)
         with self._lock:
+            self.spool.drop(self.delivery.done(self._spooled))
+            cut = self._delivered[self.delivery.done(self._delivered) :]
             remaining = [*self._in_hand, *self._drain_queue()]
-            self._in_hand = []
+            self._in_hand, self._delivered = [], []
+        self.spool.add(cut)
         self._spool_entries(remaining)
         self.spool.close()
         self._report_undelivered()
@@ -189,18 +194,24 @@ class Worker:
             return False
         entries = self.spool.first(1 if self._failures else _AT_ONCE)
         try:
+            self._spooled = entries
             self._deliver(entries)
         except DeliveryError as error:
-            self.spool.drop(0 if self._is_cut else error.done)
+            self._drop_spooled(error.done)
             if error.done or self._failures < _POISON or len(following := self.spool.first(2)) < 2:
                 raise
             # The tracker may reject the first entry. If it accepts the next one, the first is dropped.
             self._deliver(following[1:])
             self.lost += 1
             entries = following
-        if not self._is_cut:
-            self.spool.drop(len(entries))
+        self._drop_spooled(len(entries))
         return True
+
+    def _drop_spooled(self, count: int) -> None:
+        with self._lock:
+            if not self._is_cut:
+                self.spool.drop(count)
+                self._spooled: list[Entry] = []
 
     def _send_queued(self) -> bool:
         with self._lock:
@@ -209,18 +220,22 @@ class Worker:
         if not self._in_hand:
             return False
         ready = [prepared for entry in self._in_hand if (prepared := self._prepared(entry)) is not None]
+        with self._lock:
+            if self._is_cut:
+                return False
+            self._in_hand, self._delivered = [], ready
         try:
             if ready:
                 self._deliver(ready)
         except DeliveryError as error:
             with self._lock:
                 if not self._is_cut:
-                    self._in_hand = []
+                    self._delivered = []
                     self.spool.add(ready[error.done :])
             raise
         with self._lock:
             if not self._is_cut:
-                self._in_hand = []
+                self._delivered = []
         return True
 
     def _prepared(self, entry: Entry) -> Entry | None:

@@ -1,9 +1,11 @@
 """Replay of spooled values into a tracker, after the run."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.filesystem.atomic_files import replace_file
 from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
@@ -59,6 +61,8 @@ def find(path: Path) -> list[SpooledRun]:
 def send(spooled: SpooledRun, report: Callable[[int], None] = lambda count: None) -> int:
     """Send undelivered values into their run, and delete the file; return the number of entries.
 
+    After an error the file keeps what the tracker has not accepted.
+
     Args:
         spooled: The undelivered values.
         report: Called with the number of entries sent so far.
@@ -66,12 +70,21 @@ def send(spooled: SpooledRun, report: Callable[[int], None] = lambda count: None
     tracker = _make_tracker(spooled)
     tracker.start()
     for start in range(0, len(spooled.lines), _AT_ONCE):
-        entries = [from_line(line) for line in spooled.lines[start : start + _AT_ONCE]]
-        EntryCalls(tracker, entries).make()
-        report(start + len(entries))
+        calls = EntryCalls(tracker, [from_line(line) for line in spooled.lines[start : start + _AT_ONCE]])
+        try:
+            calls.make()
+        except BaseException:  # Ctrl-C too
+            _keep(spooled, start + calls.done)
+            raise
+        report(start + calls.done)
     tracker.finish()
     spooled.path.unlink()
     return len(spooled.lines)
+
+
+def _keep(spooled: SpooledRun, sent: int) -> None:
+    text = "".join(f"{line}\n" for line in [json.dumps(spooled.header), *spooled.lines[sent:]])
+    replace_file(spooled.path, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _make_tracker(spooled: SpooledRun) -> GeneralTracker:

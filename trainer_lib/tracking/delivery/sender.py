@@ -57,6 +57,10 @@ class TrackerSpec:
 class Delivery(Protocol):
     """How entries reach a tracker."""
 
+    def done(self, entries: list[Entry]) -> int:
+        """Return how many entries of a delivery, which may be under way, are known to be accepted."""
+        ...
+
     def start(self, timeout: float) -> None:
         """Start the tracker."""
         ...
@@ -84,6 +88,13 @@ class LocalDelivery:
     def __init__(self, spec: TrackerSpec | None, tracker: GeneralTracker | None = None) -> None:
         self._spec = spec
         self.tracker = tracker
+        self._calls: EntryCalls | None = None
+        self._is_cut = False
+
+    def done(self, entries: list[Entry]) -> int:
+        """Return the number of completed calls."""
+        calls = self._calls
+        return calls.done if calls is not None and calls.entries is entries else 0
 
     def start(self, timeout: float) -> None:
         """Create and start the tracker."""
@@ -100,7 +111,9 @@ class LocalDelivery:
         """Call the tracker."""
         del timeout
         assert self.tracker is not None
-        calls = EntryCalls(self.tracker, entries)
+        self._calls = calls = EntryCalls(self.tracker, entries)
+        if self._is_cut:
+            calls.stop()
         try:
             calls.make()
         except BaseException as error:  # a package that ends its program raises SystemExit
@@ -119,7 +132,10 @@ class LocalDelivery:
             self.tracker.finish()
 
     def cut(self) -> None:
-        """Do nothing: a thread cannot be killed."""
+        """Let the call under way be the last one: a thread cannot be killed."""
+        self._is_cut = True
+        if self._calls is not None:
+            self._calls.stop()
 
 
 class ChildDelivery:
@@ -134,6 +150,11 @@ class ChildDelivery:
         self._spec, self._log = spec, log
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+
+    def done(self, entries: list[Entry]) -> int:
+        """Return 0: the process reports them when it answers."""
+        del entries
+        return 0
 
     @property
     def is_running(self) -> bool:
