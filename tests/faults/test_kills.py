@@ -22,7 +22,9 @@ from trainer_lib.checkpointing.format.layout import replaced_beside
 from trainer_lib.checkpointing.load.find import open_state, verify_state
 from trainer_lib.checkpointing.save.retention import automatic_states
 from trainer_lib.events import Callback, Run
+from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.launchers import ProcessFailedError
+from trainer_lib.tensor_files.file_contents import Tensors
 
 # -- at any moment ---------------------------------------------------------------------------------------------------
 
@@ -276,3 +278,83 @@ def test_one_of_two_processes_killed_inside_a_save_leaves_the_older_state(rank: 
     model = toy.model()
     load_checkpoint_in_model(model, tmp_path / "state", strict=True)
     assert [value.sum().item() for value in model.state_dict().values()] == json.loads((tmp_path / "older").read_text())
+
+
+# -- at every step of an export --------------------------------------------------------------------------------------
+
+
+class Exported:
+    """A folder with weights in several files of equal names, and the weights that replace them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.accelerator, model, optimizer = trained(folder / "project")
+        self.model = model
+        self.older = self.saved(folder / "older")
+        train(self.accelerator, model, optimizer)
+        self.newer = self.saved(folder / "newer")
+
+    def saved(self, folder: Path) -> dict[str, Any]:
+        """Save the weights of now in files of a few bytes, and return them."""
+        self.save(folder)
+        return {name: value.tolist() for name, value in self.accelerator.unwrap_model(self.model).state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        """Save the weights of now."""
+        self.accelerator.save_model(self.model, folder, max_shard_size=16)
+
+    def copied(self, name: str) -> Path:
+        """Return a copy of the older weights."""
+        return Path(shutil.copytree(self.folder / "older", self.folder / name))
+
+
+def weights_in(folder: Path) -> dict[str, Any]:
+    """Return the weights in a folder, as a model gets them."""
+    model = toy.model()
+    load_checkpoint_in_model(model, folder, strict=True)
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_a_kill_inside_an_export_never_leaves_a_mixture_of_weights(tmp_path: Path) -> None:
+    exported = Exported(tmp_path)
+    assert len(list((tmp_path / "older").glob("*.safetensors"))) > 1
+    whole = exported.copied("whole")
+    steps = steps_of(lambda: exported.save(whole))
+    found: list[str] = []
+    for at in range(len(steps)):
+        folder = exported.copied(str(at))
+        killed(lambda folder=folder: exported.save(folder), at)
+        try:
+            weights = weights_in(folder)
+        except CheckpointError:
+            found.append("none")  # while the files of the older weights are replaced
+        else:
+            assert weights in (exported.older, exported.newer), f"killed at step {at}: {steps[at]}"
+            found.append("older" if weights == exported.older else "newer")
+        exported.save(folder)  # and the next export is whole
+        assert weights_in(folder) == exported.newer
+        assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "newer").iterdir()}
+    assert [name for name, before in zip(found, ["", *found], strict=False) if name != before] == [
+        "older",
+        "none",
+        "newer",
+    ]
+    # The older weights stay until all of the newer ones are on the disk.
+    assert steps[: found.index("none")].count("fsync") >= len(list((tmp_path / "newer").iterdir()))
+
+
+def test_an_export_that_fails_leaves_the_older_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = Exported(tmp_path)
+    folder, write, written = exported.copied("fails"), Tensors.write, list[Path]()
+
+    def fail(self: Tensors, path: Path) -> str:
+        written.append(path)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        return write(self, path)
+
+    monkeypatch.setattr(Tensors, "write", fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        exported.save(folder)
+    assert weights_in(folder) == exported.older
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "older").iterdir()}

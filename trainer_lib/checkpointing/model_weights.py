@@ -46,7 +46,9 @@ _ENDINGS = (".safetensors", ".bin", ".index.json")
 
 
 def save_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> None:
-    """Save weights in Hugging Face's layout, each file atomically, and delete the files of an earlier save.
+    """Save weights in Hugging Face's layout, in place of those of an earlier save.
+
+    An error leaves the earlier weights; no kill leaves files of both to a reader.
 
     Args:
         state: The state of a model. Only its tensors are saved.
@@ -64,8 +66,7 @@ def save_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int 
     files = weight_files(tensors, max_shard_size, safe=safe)
     storage = storage_of(folder)
     try:
-        for name, content in files.items():
-            storage.write_with(name, content.write)
+        storage.write_files({name: content.write for name, content in files.items()})
         # Weights of an earlier save, which a reader of the folder could mistake for these.
         storage.delete_files([path.name for path in _weights_in(folder) if path.name not in files])
     except (OSError, UnreachableError) as error:

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
@@ -34,14 +34,29 @@ def make_folder(path: Path) -> None:
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file atomically: `write` writes a temporary file beside `path`, which is then renamed."""
-    partial = path.with_name(f".{path.name}.partial")
+    replace_files({path: write})
+
+
+def replace_files(writes: Mapping[Path, Callable[[Path], object]]) -> None:
+    """Replace files of one folder that belong together; the last one is the index of the others, if there are others.
+
+    All are written to temporary files first. While those that exist are replaced, there is no index.
+    """
+    partials = {path: path.with_name(f".{path.name}.partial") for path in writes}
+    *others, last = partials
     try:
-        write(partial)
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
+        for path, write in writes.items():
+            write(partials[path])
+            sync(partials[path])
+        if any(path.exists() for path in others):
+            last.unlink(missing_ok=True)
+            sync(last.parent)
+        for path, partial in partials.items():
+            partial.replace(path)
+        sync(last.parent)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
         raise
 
 

@@ -31,8 +31,12 @@ class Storage(ABC):
         """Write a file atomically: readers see the old contents or the new."""
 
     @abstractmethod
-    def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
-        """Write a file atomically with `write`."""
+    def write_files(self, files: Mapping[str, Callable[[AnyPath], object]]) -> None:
+        """Write files that belong together, by name: an index of the others, if there are others, is the last.
+
+        No reader gets some of the files and some older ones of the same names: while they are replaced, there is no
+        index.
+        """
 
     @abstractmethod
     def delete_files(self, names: Collection[str]) -> None:

@@ -48,10 +48,14 @@ class RemoteStorage(Storage):
         """Write the object, which is atomic."""
         (self._folder / name).write_bytes(data)
 
-    def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
-        """Write the file with `write`, and retry if that fails."""
-        path = self._folder / name
-        with_retries(str(path), lambda: write(path))
+    def write_files(self, files: Mapping[str, Callable[[AnyPath], object]]) -> None:
+        """Write each file, and retry if that fails; an index that names some of them is deleted first."""
+        *others, last = files
+        if not self.sizes().keys().isdisjoint(others):
+            self.delete_files([last])
+        for name, write in files.items():
+            path = self._folder / name
+            with_retries(str(path), functools.partial(write, path))
 
     def check_writable(self) -> None:
         """Write a file and delete it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer_lib.checkpointing.format.layout import deleted_beside, is_debris
 from trainer_lib.checkpointing.storage.base import Storage
-from trainer_lib.filesystem.atomic_files import make_folder, replace_file, sync
+from trainer_lib.filesystem.atomic_files import make_folder, replace_file, replace_files, sync
 from trainer_lib.filesystem.checksums import checksum_of
 from trainer_lib.filesystem.remote_paths import AnyPath
 
@@ -48,12 +48,13 @@ class LocalStorage(Storage):
 
     def write(self, name: str, data: bytes) -> None:
         """Write to a temporary file beside it, and rename that."""
-        self.write_with(name, lambda path: path.write_bytes(data))
-
-    def write_with(self, name: str, write: Callable[[AnyPath], object]) -> None:
-        """Write to a temporary file beside it, and rename that."""
         make_folder(self._folder)
-        replace_file(self._folder / name, write)
+        replace_file(self._folder / name, lambda path: path.write_bytes(data))
+
+    def write_files(self, files: Mapping[str, Callable[[AnyPath], object]]) -> None:
+        """Write temporary files beside them, and rename these once all are on the disk."""
+        make_folder(self._folder)
+        replace_files({self._folder / name: write for name, write in files.items()})
 
     def delete_files(self, names: Collection[str]) -> None:
         """Delete each file."""
