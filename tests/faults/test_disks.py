@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,48 @@ def test_a_folder_without_permission_raises_and_is_unchanged(of_another: Path, l
     ledger.note(
         "disks", "a folder without write permission", injected=len(messages), told=len(messages), whole=len(messages)
     )
+
+
+@contextlib.contextmanager
+def as_nobody() -> Generator[None]:
+    """Return the block in which this process has the rights of no user."""
+    os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_checkpoint_that_may_not_be_read_stops_only_its_own_run(of_another: Path) -> None:
+    """It is named, and is not taken for damaged; a new run beside it begins."""
+    runs = of_another / "runs"
+    one_run(runs)
+    (run,) = runs.iterdir()
+    newest = run / "checkpoints" / "checkpoint-00000010"
+    newest.chmod(0o700)
+    for path in (runs, run, run / "checkpoints"):
+        path.chmod(0o777)
+    reason = r"checkpoint-00000010/manifest.json cannot be read: Permission denied"
+    with as_nobody():
+        with pytest.raises(CheckpointError, match=reason):
+            one_run(runs, resume=str(run))
+        one_run(runs)
+    verify_state(newest)
+    assert sorted(path.name for path in newest.parent.iterdir()) == [f"checkpoint-{step:08d}" for step in (6, 8, 10)]
+    assert len(list(runs.iterdir())) == 2
+
+
+def test_a_run_resumes_in_a_folder_that_it_may_not_write_to(of_another: Path) -> None:
+    runs, whole = of_another / "runs", one_run(of_another / "whole")
+    one_run(runs, 5)
+    (run,) = runs.iterdir()
+    for path in (runs, run / "checkpoints"):
+        path.chmod(0o777)
+    with warned() as warnings, as_nobody():
+        assert one_run(runs, resume="auto") == whole
+    for text in ("could not be leased", "history.jsonl cannot be written", "How the run ended could not be written"):
+        assert sum(text in line for line in warnings) == 1, warnings
+    verify_state(run / "checkpoints" / "checkpoint-00000010")
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").is_dir(), reason="root may write anywhere")

@@ -53,6 +53,7 @@ class Lease:
         self._token = secrets.token_hex(8)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_warned = False
 
     def __enter__(self) -> "Lease":
         return self
@@ -80,11 +81,13 @@ class Lease:
         try:
             self._file = self._create_lease(self.folder)
         except (OSError, UnreachableError) as error:
-            _logger.warning(
-                "The run %s could not be leased, so a second program can write to it at the same time: %s",
-                self.folder,
-                error,
-            )
+            if not self._is_warned:
+                _logger.warning(
+                    "The run %s could not be leased, so a second program can write to it at the same time: %s",
+                    self.folder,
+                    error,
+                )
+            self._is_warned = True
             return
         _held.add(self._token)
         self._stop.clear()

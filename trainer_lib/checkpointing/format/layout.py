@@ -1,6 +1,7 @@
 """The names of files and folders in a checkpoint and beside it."""
 
 import re
+import stat
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -122,8 +123,19 @@ def is_optimizer_state(name: str) -> bool:
 
 
 def is_committed(folder: AnyPath) -> bool:
-    """Whether a folder holds a complete checkpoint: one with a manifest."""
-    return (folder / MANIFEST_NAME).is_file()
+    """Whether a folder holds a complete checkpoint: one with a manifest.
+
+    One that this process may not read counts: reading its manifest raises the error that says so.
+    """
+    manifest = folder / MANIFEST_NAME
+    if isinstance(manifest, RemotePath):
+        return manifest.is_file()
+    try:
+        return stat.S_ISREG(manifest.stat().st_mode)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
 
 
 def committed(folder: _Path) -> _Path | None:
