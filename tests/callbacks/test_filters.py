@@ -351,3 +351,30 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(list(zip(*points(24), strict=True)))
+
+
+def test_a_function_is_called_in_the_order_in_which_callbacks_are_given_unless_it_has_an_order() -> None:
+    called: list[str] = []
+
+    class Own(Callback):
+        def on_step_end(self, run: Run) -> None:
+            called.append("own")
+
+    callback = LambdaCallback(on_step_end=lambda run: called.append("function"))
+    Dispatcher([callback, Own()]).fire("on_step_end", Run())
+    first = LambdaCallback(order=-1, on_step_end=lambda run: called.append("first"))
+    Dispatcher([Own(), first]).fire("on_step_end", Run())
+    assert called == ["function", "own", "first", "own"]
+
+
+@pytest.mark.parametrize("make", [lambda listener: every(2, listener), lambda listener: after(1, listener)])
+def test_a_filter_passes_the_load_of_a_checkpoint(make: Callable[[Any], Callback]) -> None:
+    class Loads(Callback):
+        loaded: str = ""
+
+        def on_load_end(self, run: Run, folder: Path) -> None:
+            self.loaded = folder.name
+
+    loads = Loads()
+    make(loads).on_load_end(Run(), Path("checkpoint-1"))
+    assert loads.loaded == "checkpoint-1"

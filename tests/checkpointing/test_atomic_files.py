@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.faults.injuries import files_limited_to
 from tests.faults.trainings import one_run
 from trainer_lib import Accelerator
 from trainer_lib.checkpointing.format.layout import is_committed, partial_beside
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import append_text, replace_file, sync
 
 
 @pytest.fixture
@@ -45,6 +46,20 @@ def test_what_was_there_stays_if_writing_fails(tmp_path: Path) -> None:
         replace_file(tmp_path / "state", fails)
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     assert (tmp_path / "state").read_text() == "before"
+
+
+def test_a_new_file_that_the_disk_does_not_take_is_empty(tmp_path: Path) -> None:
+    with files_limited_to(4), pytest.raises(OSError, match="File too large"):
+        append_text(tmp_path / "lines", "a line that is longer\n")
+    assert (tmp_path / "lines").read_bytes() == b""
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(3):
+        sync(tmp_path)
+        replace_file(tmp_path / "state", lambda path: path.write_text("complete"))
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 def test_all_files_of_a_checkpoint_are_on_the_disk_before_it_is_there(

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForPreTraining, MixtralConfig, MixtralF
 from tests.trainer.fit.test_exact_updates import arguments, samples, sentences, train
 from tests.trainer.losses.test_label_shift import batches, shrunk, tiny
 from tests.worlds import run_world
-from trainer_lib import LossResult, Trainer
+from trainer_lib import Callback, LossResult, Run, Trainer
 
 TEXT = "is not a mean over the items of a batch"
 
@@ -184,3 +184,34 @@ def test_token_labels_of_other_models_are_not_masked(caplog: pytest.LogCaptureFi
     tokens, _ = sentences(8)
     data = [{"tokens": row, "labels": row % 5} for row in tokens]
     assert not warnings_of(caplog, Careful(), data)
+
+
+def test_the_check_leaves_the_precision_of_matrix_products() -> None:
+    seen: list[str] = []
+
+    class Sees(Callback):
+        def on_step_end(self, run: Run) -> None:
+            seen.append(torch.get_float32_matmul_precision())
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        args = arguments(gradient_accumulation_steps=2, max_steps=3, num_train_epochs=99)
+        Trainer(network(), args, train_dataset=samples(16), loss_fn=contrastive, callbacks=[Sees()]).fit()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["high"] * 3
+
+
+def test_a_loss_function_is_checked_in_a_few_batches_only() -> None:
+    calls: list[int] = []
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(targets))
+        return contrastive(outputs, targets)
+
+    args = arguments(gradient_accumulation_steps=2, max_steps=12, num_train_epochs=99)
+    Trainer(network(), args, train_dataset=samples(16), loss_fn=loss_fn).fit()
+    whole = max(calls)
+    assert calls[:3] == [whole // 2, whole // 2, whole], "two halves, and both together"
+    assert calls[-16:] == [whole] * 16, "what is trained on alone"
