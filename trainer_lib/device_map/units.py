@@ -9,6 +9,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, did_you_mean
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.logging import get_logger
+from trainer_lib.modules.module_kinds import READS_INNER_WEIGHTS
 from trainer_lib.modules.weights.tensor_sizes import tensor_bytes
 from trainer_lib.modules.weights.tensor_slots import buffer_slots, module_slots, parameter_slots
 
@@ -90,7 +91,7 @@ def _warn_of_unknown(model: nn.Module, whole: frozenset[str]) -> None:
 def _parts(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield the units of a module: itself, or its own tensors and the units of the modules inside it."""
     children = {key: child for key, child in module_slots(module).items() if child is not None}
-    if name and (not children or type(module).__name__ in whole):
+    if name and (not children or isinstance(module, READS_INNER_WEIGHTS) or type(module).__name__ in whole):
         yield name, module
         return
     prefix = f"{name}." if name else ""

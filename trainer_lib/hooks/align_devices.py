@@ -1,6 +1,7 @@
 """A hook that has a module's weights and inputs on one device for its forward, and keeps the weights elsewhere."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.foundation.tensors.pytree import find_device, send_to_device
 from trainer_lib.hooks.model_hook import ModelHook
+from trainer_lib.hooks.offloaded_tensor import offloaded_tensor
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
 from trainer_lib.modules.device_placement import Device, move_tensors, set_module_tensor_to_device
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
@@ -100,7 +102,9 @@ class AlignDevicesHook(ModelHook):
         quantized = [name for name, tensor in offloaded.items() if is_quantized(tensor)]
         statistics = [name for name in self.weights_map if weight_of(name) in quantized] if quantized else []
         for name, tensor in offloaded.items():
-            self._kept[name] = on_meta(tensor) if is_quantized(tensor) else _on_meta(tensor)
+            self._kept[name] = (
+                on_meta(tensor) if is_quantized(tensor) else offloaded_tensor(tensor, partial(self._read, name))
+            )
             _put(module, name, self._kept[name])
             if is_quantized(tensor):
                 release_statistics(_owner(module, name))
@@ -152,6 +156,11 @@ class AlignDevicesHook(ModelHook):
         if tied is not None:
             _put(module, name, tied)
 
+    def _read(self, name: str) -> Tensor:
+        """Return the values of a weight outside of the module's forward."""
+        value = (self.weights_map or {})[name].to(self._device or "cpu")
+        return _like(self._kept[name], value, torch.is_grad_enabled())
+
     def _fetched(self, module: nn.Module, name: str, weights: Mapping[str, Tensor], trains: bool) -> Tensor:
         """Return fetched values as the parameter or buffer of this name."""
         kept = self._kept[name]
@@ -161,17 +170,13 @@ class AlignDevicesHook(ModelHook):
         return quantize(_owner(module, name), kept, weights[name], weights[name].device, statistics)
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    empty = tensor.detach().to("meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
 def _like(kept: Tensor, value: Tensor, trains: bool) -> Tensor:
     """Return a fetched value as the parameter or buffer that it stands for."""
     if not isinstance(kept, nn.Parameter):
         return value
-    parameter = nn.Parameter(value, requires_grad=kept.requires_grad and trains)
-    if parameter.requires_grad:
+    # Also without gradients: which kernel a product takes can depend on it.
+    parameter = nn.Parameter(value, requires_grad=kept.requires_grad)
+    if parameter.requires_grad and trains:
         parameter.register_hook(_refuse_gradient)
     return parameter
 

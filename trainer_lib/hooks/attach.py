@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from trainer_lib.hooks.align_devices import AlignDevicesHook
 from trainer_lib.hooks.model_hook import add_hook_to_module
+from trainer_lib.hooks.offloaded_tensor import OffloadedTensor
 from trainer_lib.hooks.weight_prefetch import WeightPrefetcher
 from trainer_lib.modules.device_placement import Device, has_offloaded_params, move_tensors, set_module_tensor_to_device
+from trainer_lib.modules.module_kinds import READS_INNER_WEIGHTS
 from trainer_lib.modules.weights.tensor_sizes import named_module_tensors
 from trainer_lib.modules.weights.tensor_slots import buffer_slots, parameter_slots
 from trainer_lib.modules.weights.tied_parameters import TiedTensors
@@ -78,7 +80,11 @@ def attach_align_device_hook(
         prefetcher = WeightPrefetcher(torch.device(execution_device or "cpu"))
     if offload and ties is None:
         ties = TiedTensors(module, module_name)
-    preloads = offload and type(module).__name__ in (preload_module_classes or ())
+    preloads = (
+        offload
+        and recurse
+        and (isinstance(module, READS_INNER_WEIGHTS) or type(module).__name__ in (preload_module_classes or ()))
+    )
     if preloads or any(True for _ in named_module_tensors(module)):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
@@ -184,5 +190,7 @@ def _block(model: nn.Module, name: str, model_name: str) -> tuple[nn.Module, str
 
 
 def _place(module: nn.Module, device: torch.device, tied: Tied | None) -> None:
-    names = [name for name, _ in named_module_tensors(module, recurse=True, remove_duplicate=False)]
+    tensors = named_module_tensors(module, recurse=True, remove_duplicate=False)
+    # The module may be in the model under another name too, which is offloaded.
+    names = [name for name, tensor in tensors if not isinstance(tensor, OffloadedTensor)]
     move_tensors(module, names, device, tied)

@@ -97,8 +97,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         remove_hook_from_module(module)
     original = module.forward
     module = hook.init_hook(module)
-    vars(module).update(_hf_hook=hook, _old_forward=original)
-    vars(module)["forward"] = HookedForward(module, original)
+    vars(module)["_hf_hook"] = hook
+    if getattr(original, "__func__", None) is not nn.Module.forward:  # a container, such as a ParameterList, has none
+        vars(module).update(_old_forward=original, forward=HookedForward(module, original))
     return module
 
 
@@ -112,10 +113,11 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     hook = vars(module).pop("_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
-        original = vars(module).pop("_old_forward")
-        del vars(module)["forward"]
-        if getattr(original, "__func__", None) is not type(module).forward:
-            vars(module)["forward"] = original
+        original = vars(module).pop("_old_forward", None)
+        if original is not None:
+            del vars(module)["forward"]
+            if getattr(original, "__func__", None) is not type(module).forward:
+                vars(module)["forward"] = original
     if recurse:
         remove_hook_from_submodules(module)
     return module

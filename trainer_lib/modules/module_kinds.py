@@ -1,4 +1,7 @@
-"""Whether a model is of PEFT or transformers, has DTensors, is split, or has layers that compute in 8 or 4 bits."""
+"""Whether a model is of PEFT or transformers, has DTensors, is split, or has layers that compute in 8 or 4 bits.
+
+Also the layers of torch that compute with weights of the modules inside them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +9,10 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.modules.unwrapping import extract_model_from_parallel
+
+# The forward of these reads the weights of inner modules instead of calling those modules: that of the encoder layer
+# in evaluations.
+READS_INNER_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def is_peft_model(model: nn.Module) -> bool:

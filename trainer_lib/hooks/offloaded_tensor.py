@@ -1,0 +1,138 @@
+"""The empty tensor in place of an offloaded weight, whose values are read where something is computed with it."""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.foundation.tensors.pytree import map_tensors
+
+# Methods that need no values.
+_DESCRIBING = frozenset(
+    {
+        "__delete__",
+        "__format__",
+        "__get__",
+        "__hash__",
+        "__repr__",
+        "__set__",
+        "_is_view",
+        "data_ptr",
+        "dim",
+        "element_size",
+        "get_device",
+        "has_names",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_neg",
+        "is_pinned",
+        "is_shared",
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "retain_grad",
+        "size",
+        "storage",
+        "storage_offset",
+        "stride",
+        "untyped_storage",
+    }
+)
+_COMPUTED = frozenset({"H", "T", "imag", "mH", "mT", "real"})  # properties that are views of the values
+_DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+class OffloadedTensor(Tensor):
+    """An empty tensor on the meta device in place of a weight that is kept elsewhere.
+
+    A module that uses a weight of another one without its forward, as in `F.linear(x, self.head.weight)`, computes with
+    the values. Changes in place are lost, as for any tensor on the meta device.
+
+    Attributes:
+        read: Returns the values, on the device of the forward.
+    """
+
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Describe the empty tensor, or compute with the values."""
+        if not _describes(func):
+            return func(*map_tensors(_values, args), **map_tensors(_values, dict(kwargs or {})))
+        result: Any = super().__torch_function__(func, types, args, kwargs or {})
+        if func not in _DETACHING:
+            return result
+        return _reading(result.as_subclass(OffloadedTensor), partial(_read_detached, args[0].read))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTensor":
+        """Copy the empty tensor, and what reads its values."""
+        memo[id(self)] = again = self._empty()
+        return _reading(again, copy.deepcopy(self.read, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values, as of an entry of a state dict."""
+        return self.read().__reduce_ex__(protocol)
+
+    def _empty(self) -> "OffloadedTensor":
+        return torch.empty(self.shape, dtype=self.dtype, device="meta").as_subclass(OffloadedTensor)
+
+
+class OffloadedParameter(OffloadedTensor, nn.Parameter):
+    """An `OffloadedTensor` that is a parameter of its module."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the empty parameter, and what reads its values."""
+        del protocol
+        return _empty_parameter, (self.shape, self.dtype, self.requires_grad), self.read
+
+    def __setstate__(self, state: Any) -> None:
+        self.read = state
+
+    def _empty(self) -> OffloadedTensor:
+        return _empty_parameter(self.shape, self.dtype, self.requires_grad)
+
+
+def offloaded_tensor(tensor: Tensor, read: Callable[[], Tensor]) -> OffloadedTensor:
+    """Return the empty tensor in place of a parameter or buffer.
+
+    Args:
+        tensor: The parameter or buffer.
+        read: Returns its values, on the device of the forward.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return _reading(_empty_parameter(tensor.shape, tensor.dtype, tensor.requires_grad), read)
+    return _reading(torch.empty_like(tensor, device="meta").as_subclass(OffloadedTensor), read)
+
+
+def _empty_parameter(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> OffloadedParameter:
+    return OffloadedParameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+
+
+def _reading(tensor: OffloadedTensor, read: Callable[[], Tensor]) -> OffloadedTensor:
+    tensor.read = read
+    return tensor
+
+
+def _read_detached(read: Callable[[], Tensor]) -> Tensor:
+    return read().detach()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor
+
+
+def _describes(func: Any) -> bool:
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__ not in _COMPUTED
+    return name in _DESCRIBING or func == Tensor.detach or (name.endswith("_") and not name.endswith("__"))
