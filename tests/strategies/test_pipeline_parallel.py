@@ -291,6 +291,20 @@ def test_what_a_model_reads_of_a_module_of_another_stage_is_named() -> None:
         _last_of_two_stages(True)
 
 
+@pytest.mark.parametrize("option", ["output_router_logits", "output_hidden_states", "output_attentions"])
+def test_outputs_that_all_blocks_record_are_refused(option: str) -> None:
+    model: Any = llama()
+    model.set_attn_implementation("eager")  # the others return no attention weights
+    gates = StageGates(Cut.of(model, None, 2))
+    with pytest.raises(PreparationError, match=f"LlamaForCausalLM with {option}=True uses what each of its blocks"):
+        gates.run(model, 0, (), (), {option: True})
+    inner = nn.ModuleDict({"model": model})
+    setattr(model.config, option, True)
+    for cut in (model, inner):
+        with pytest.raises(PreparationError, match=rf"Cut the model by tracing .*, or set {option}=False"):
+            Cut.of(cut, None, 2)
+
+
 def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"blocks must be a pattern or a list of module names \(got 3\)"):
         TorchPipelineParallelConfig(blocks=3)  # type: ignore[arg-type]

@@ -7,10 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, PreparationError
 from trainer_lib.modules.block_split import find_blocks, split_evenly, surroundings
 from trainer_lib.modules.weights.names import class_name
 from trainer_lib.strategies.pipeline_parallel.model_stages import Activations, ModelStages, StageEnd
+
+# Options of models of transformers by which a forward records what its blocks compute, for its outputs and its loss.
+_RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Cut:
                 f"{class_name(model)} has an encoder and a decoder, and a pipeline needs one row of blocks that pass "
                 "on one tensor. Cut it by tracing (TorchPipelineParallelConfig(example_inputs=…)), or set pp_size=1."
             )
+        _refuse_recorded_outputs(model, _options_of(model))
         names = find_blocks(model, blocks)
         before, after = surroundings(model, names)
         if first_blocks is None:
@@ -119,6 +124,7 @@ class StageGates(ModelStages):
 
     def run(self, model: nn.Module, stage: int, received: Activations, args: Any, kwargs: Any) -> Any:
         """Return the outputs of the model on its last stage, of a forward that passes modules in their order."""
+        _refuse_recorded_outputs(model, kwargs)
         self._reached = -1
         return super().run(model, stage, received, args, kwargs)
 
@@ -177,6 +183,23 @@ class StageGates(ModelStages):
                 raise StageEnd((output,))
 
         return end
+
+
+def _refuse_recorded_outputs(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise for outputs that a model of transformers records in all of its blocks, of which a rank has some."""
+    for name in _RECORDED:
+        if options.get(name, False):
+            raise PreparationError(
+                f"{class_name(model)} with {name}={shown(options[name])} uses what each of its blocks computes beside "
+                "its output, and a rank of a pipeline has some of the blocks. Cut the model by tracing "
+                f"(TorchPipelineParallelConfig(example_inputs=…)), or set {name}=False in its configuration and calls."
+            )
+
+
+def _options_of(model: nn.Module) -> dict[str, Any]:
+    """Return the options in the configurations of a model and of the models inside it that are on."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return {name: value for config in configs for name in _RECORDED if (value := getattr(config, name, False))}
 
 
 class _Elsewhere(nn.Module):
