@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.accelerator import toy
 from tests.worlds import run_world
-from trainer_lib import Accelerator, CheckpointError, ConfigurationError, StateError, UnsupportedError
+from trainer_lib import (
+    Accelerator,
+    CheckpointError,
+    ConfigurationError,
+    StateError,
+    UnsupportedError,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
 from trainer_lib.checkpointing.model_weights import load_checkpoint_in_model
 from trainer_lib.utils import load, save
+from trainer_lib.utils.modeling import get_state_dict_offloaded_model
 
 
 def saved(folder: Path, **options: Any) -> nn.Module:
@@ -157,6 +167,24 @@ def test_names_of_wrappers_in_a_file_of_another_script_are_understood(tmp_path: 
     torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, file)
     load_checkpoint_in_model(inside, file, strict=True)
     assert_same(inside.get_submodule("module"), model)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, {"0": "disk", "": "cpu"}], ids=str)
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_of_wrappers_are_understood_with_a_device_map(
+    tmp_path: Path, prefix: str, device_map: Any, ending: str
+) -> None:
+    model, file = toy.model(3), tmp_path / f"weights.{ending}"
+    state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    torch.save(state, file) if ending == "bin" else save_file(state, file)
+    expected = model(torch.ones(1, 8))
+    with init_empty_weights():
+        empty = toy.model()
+    loaded = load_checkpoint_and_dispatch(empty, file, device_map, offload_folder=tmp_path / "disk", strict=True)
+    assert torch.equal(loaded(torch.ones(1, 8)), expected)
+    state = get_state_dict_offloaded_model(loaded)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
 def test_rank_0_reads_for_all(tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ def load_by_map(
                 f"device_map puts modules on the disk, and {checkpoint} is not there. Copy the weights to this machine."
             )
         if strict:
-            check_fits(model, WeightFiles(files).shapes_for(model.state_dict(keep_vars=True)), strict)
+            state = model.state_dict(keep_vars=True)
+            check_fits(model, WeightFiles(files, state).shapes_for(state), strict)
         missing, unexpected, index = load_by_device_map(
             model, files, device_map, folder, _dtype(dtype), keep_in_fp32, offload_buffers
         )

@@ -53,7 +53,8 @@ def load_by_device_map(
         CheckpointError: If weights cannot be written to the disk. Nothing has been loaded then.
     """
     check_device_map(model, device_map)
-    files, ties, state = WeightFiles(checkpoint), find_tied_parameters(model), model.state_dict(keep_vars=True)
+    ties, state = find_tied_parameters(model), model.state_dict(keep_vars=True)
+    files = WeightFiles(checkpoint, state)
     wanted = {name for name in files.shapes if name in state and not files.is_statistics(name)}
     _check_shapes(state, files, wanted, checkpoint)
     placed = _Placed(model, files, device_map, offload_folder)
@@ -70,7 +71,7 @@ def load_by_device_map(
         of_file = _those(kinds, wanted.intersection(names))
         placed.load(path, _those(kinds, of_file.keys() - on_disk))
         if path.suffix == ".safetensors":
-            placed.entries |= {name: _entry(path, name, kind) for name, kind in of_file.items()}
+            placed.entries |= {name: _entry(path, files.name_in_file(name), kind) for name, kind in of_file.items()}
     loaded = wanted | _load_tied(model, ties, device_map, wanted, placed)
     placed.save_index()
     missing = [name for name in state if name not in loaded and weight_of(name) not in state]
@@ -140,7 +141,7 @@ class _Placed:
         to_write: list[str] = []
         for name, kind in kinds.items():
             if is_safe and not is_quantized(self._slot(name)):
-                self.index[name] = _entry(path, name, kind)
+                self.index[name] = _entry(path, self._files.name_in_file(name), kind)
             else:
                 to_write.append(name)
         for name, value in self._files.read(path, to_write).items() if to_write else ():

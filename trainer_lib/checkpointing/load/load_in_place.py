@@ -1,6 +1,6 @@
 """Loads weights into the tensors that a model has: one file at a time, or one tensor at a time from rank 0."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer_lib.checkpointing.load.weight_files import WeightFiles
 from trainer_lib.collectives.agreement import raise_on_all_ranks, run_on_main_process
 from trainer_lib.foundation.errors import CheckpointError, PreparationError
-from trainer_lib.modules.weights.names import canonical_name
+from trainer_lib.modules.weights.names import canonical_name, names_in_model
 from trainer_lib.modules.weights.state_dicts import check_fits
 from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_parameters
 from trainer_lib.process_group import ProcessGroup
@@ -92,34 +92,25 @@ class _Weights:
     """
 
     def __init__(self, files: Path, model: nn.Module) -> None:
+        known = {canonical_name(name) for name in model.state_dict(keep_vars=True)}
         self._whole: dict[str, Tensor] | None = None
         if has_rank_shards(files):
-            self._whole = read_weights(files)
-            kinds = {name: (value.dtype, value.shape) for name, value in self._whole.items()}
+            weights = read_weights(files)
+            names = names_in_model(weights, known)
+            self._whole = {names[name]: value for name, value in weights.items()}
+            self.kinds = {name: (value.dtype, value.shape) for name, value in self._whole.items()}
         else:
-            self._files = WeightFiles(files)
-            kinds = self._files.kinds
-        self._names = _names_in_model(kinds, {canonical_name(name) for name in model.state_dict(keep_vars=True)})
-        self.kinds = {self._names[name]: kind for name, kind in kinds.items()}
+            self._files = WeightFiles(files, known)
+            self.kinds = self._files.kinds
         self.shapes = {name: shape for name, (_, shape) in self.kinds.items()}
 
     def by_file(self) -> Iterator[dict[str, Tensor]]:
         """Yield the weights of one file after the other."""
         if self._whole is not None:
-            yield {self._names[name]: value for name, value in self._whole.items()}
+            yield dict(self._whole)
             return
         for path, names in self._files.by_file():
-            yield {self._names[name]: value for name, value in self._files.read(path, names).items()}
-
-
-def _names_in_model(names: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """Return the name of each weight in a model; one that the model does not have keeps its own."""
-    found = dict(zip(names, names, strict=True))
-    for name in [name for name in names if name not in known]:
-        inner = canonical_name(name).removeprefix("module.")
-        if inner in known and inner not in found:
-            found[name] = inner
-    return found
+            yield self._files.read(path, names)
 
 
 def _load(

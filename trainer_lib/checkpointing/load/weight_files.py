@@ -1,6 +1,6 @@
 """The weights in the files of a checkpoint: their shapes at once, their values when they are asked for."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.modules.quantized_layers import is_quantized, weight_of
+from trainer_lib.modules.weights.names import names_in_model
 from trainer_lib.tensor_files.load_tensors import load_tensor, load_tensors
 from trainer_lib.tensor_files.map_tensor import map_or_read_all
 from trainer_lib.tensor_files.safetensors import locate_tensors
@@ -18,17 +19,25 @@ from trainer_lib.tensor_files.weights_index import files_of_weights, load_state_
 class WeightFiles:
     """The weights in a file, in the files of an index, or in a folder that has either.
 
+    Their names are those of the model, without what DDP's or torch.compile's wrapper added when they were saved.
+
     Args:
         checkpoint: The local path.
+        known: The names of the model's tensors.
 
     Raises:
         CheckpointError: If there are no weights, or a file is missing or cut.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, known: Collection[str] = ()) -> None:
         self.paths: list[Path] = files_of_weights(checkpoint)
         self._locations = {path: locate_tensors(path) for path in self.paths if path.suffix == ".safetensors"}
-        self._of_path = {path: self._read_shapes(path) for path in self.paths}
+        in_files = {path: self._read_shapes(path) for path in self.paths}
+        names = names_in_model([name for shapes in in_files.values() for name in shapes], known)
+        self._of_path = {
+            path: {names[name]: kind for name, kind in shapes.items()} for path, shapes in in_files.items()
+        }
+        self._name_in_file = {name: in_file for in_file, name in names.items()}
         self.path_of: dict[str, Path] = {name: path for path, shapes in self._of_path.items() for name in shapes}
 
     @cached_property
@@ -51,16 +60,21 @@ class WeightFiles:
         wanted = list(names)
         if path.suffix != ".safetensors":
             values = load_state_dict(path) if wanted else {}
-            return {name: values[name] for name in wanted}
-        if len(wanted) == len(self._of_path[path]):
-            return load_tensors(path)
-        return {name: load_tensor(path, name) for name in wanted}
+        elif len(wanted) == len(self._of_path[path]):
+            values = load_tensors(path)
+        else:
+            return {name: load_tensor(path, self.name_in_file(name)) for name in wanted}
+        return {name: values[self.name_in_file(name)] for name in wanted}
 
     def map(self, path: Path, names: Iterable[str]) -> dict[str, Tensor]:
         """Return weights of one file that are read when they are used, as far as its format allows it."""
         if path not in self._locations:
             return self.read(path, names)
-        return map_or_read_all(path, {name: self._locations[path][name] for name in names})
+        return map_or_read_all(path, {name: self._locations[path][self.name_in_file(name)] for name in names})
+
+    def name_in_file(self, name: str) -> str:
+        """Return the name that a weight has in its file."""
+        return self._name_in_file[name]
 
     def _read_shapes(self, path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
         if path not in self._locations:

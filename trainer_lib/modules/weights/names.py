@@ -1,6 +1,6 @@
 """Names of a model's tensors and classes without the prefixes that wrappers add."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 # The attributes in which torch's wrappers hold the wrapped module.
@@ -15,6 +15,25 @@ def canonical_name(name: str) -> str:
         'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def names_in_model(names: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """Return the name in a model of each weight of a file; one that the model does not have keeps its own.
+
+    Args:
+        names: The names in the file, which may have the parts that DDP and torch.compile add.
+        known: The names of the model's tensors.
+
+    Example:
+        >>> names_in_model(["module.weight", "other"], ["weight"])
+        {'module.weight': 'weight', 'other': 'other'}
+    """
+    found = dict(zip(names, names, strict=True))
+    for name in [name for name in names if name not in known]:
+        inner = canonical_name(name).removeprefix("module.")
+        if inner in known and inner not in found:
+            found[name] = inner
+    return found
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
