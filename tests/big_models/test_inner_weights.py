@@ -128,6 +128,10 @@ def test_an_empty_weight_says_what_it_is() -> None:
     assert weight.data.is_meta
     assert weight.detach().is_meta
     assert torch.equal(weight.to("cpu"), weight.data.cpu())
+    assert weight.to(torch.float32) is weight
+    half = weight.half()
+    assert (half.is_meta, half.dtype) == (True, torch.float16)
+    assert torch.equal(half.cpu(), weight.cpu().half())
     with torch.no_grad():
         weight.zero_()  # is lost, as on the meta device
     assert weight.abs().sum() > 0
@@ -172,3 +176,20 @@ def test_a_module_under_two_names_may_be_in_two_places(tmp_path: Path) -> None:
         assert torch.equal(model["again"](inputs), expected)
         remove_hook_from_submodules(model)
         del model.hf_device_map
+
+
+class Converts(nn.Module):
+    """Converts a layer in its forward, as the router of Switch Transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer.to(torch.float32)(inputs)
+
+
+def test_a_module_may_convert_the_modules_inside_it() -> None:
+    model = Converts()
+    expected = output(model)
+    assert torch.equal(output(cpu_offload(model)), expected)

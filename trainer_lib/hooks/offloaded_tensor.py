@@ -47,7 +47,16 @@ _DESCRIBING = frozenset(
     }
 )
 _COMPUTED = frozenset({"H", "T", "imag", "mH", "mT", "real"})  # properties that are views of the values
-_DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+# Methods whose results are empty too, until something is computed with them.
+_DEFERRED = (
+    Tensor.detach,
+    Tensor.data.__get__,  # type: ignore[attr-defined]
+    Tensor.to,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.float,
+    Tensor.double,
+)
 
 
 class OffloadedTensor(Tensor):
@@ -67,12 +76,14 @@ class OffloadedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Describe the empty tensor, or compute with the values."""
-        if not _describes(func):
-            return func(*map_tensors(_values, args), **map_tensors(_values, dict(kwargs or {})))
-        result: Any = super().__torch_function__(func, types, args, kwargs or {})
-        if func not in _DETACHING:
+        options = dict(kwargs or {})
+        is_deferred = func in _DEFERRED and not (func == Tensor.to and _names_device(*args[1:], *options.values()))
+        if not is_deferred and not _describes(func):
+            return func(*map_tensors(_values, args), **map_tensors(_values, options))
+        result: Any = super().__torch_function__(func, types, args, options)
+        if not is_deferred or result is args[0]:
             return result
-        return _reading(result.as_subclass(OffloadedTensor), partial(_read_detached, args[0].read))
+        return _reading(result.as_subclass(OffloadedTensor), partial(_applied, func, args[0].read, args[1:], options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTensor":
         """Copy the empty tensor, and what reads its values."""
@@ -123,8 +134,8 @@ def _reading(tensor: OffloadedTensor, read: Callable[[], Tensor]) -> OffloadedTe
     return tensor
 
 
-def _read_detached(read: Callable[[], Tensor]) -> Tensor:
-    return read().detach()
+def _applied(func: Any, read: Callable[[], Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    return func(read(), *args, **options)
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -135,4 +146,9 @@ def _describes(func: Any) -> bool:
     name = func.__name__
     if name == "__get__":
         return func.__self__.__name__ not in _COMPUTED
-    return name in _DESCRIBING or func == Tensor.detach or (name.endswith("_") and not name.endswith("__"))
+    return name in _DESCRIBING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _names_device(*args: Any) -> bool:
+    """Whether arguments of `Tensor.to` name a device, or a tensor whose device counts."""
+    return any(isinstance(arg, (torch.device, str, int, Tensor)) and not isinstance(arg, bool) for arg in args)
