@@ -393,6 +393,10 @@ def test_copies_are_equal_and_replaced_values_are_checked() -> None:
             },
             "gradient_checkpointing=True and fsdp.activation_checkpointing=True set the same",
         ),
+        (
+            {"predict_with_generate": True, "parallelism": ParallelismConfig(pp_size=2)},
+            "predict_with_generate=True does not work with pp_size=2: no rank of a pipeline has the whole model. Leave",
+        ),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs has no effect with predict_with_generate=False."),
     ],
 )

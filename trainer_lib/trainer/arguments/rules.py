@@ -351,8 +351,14 @@ def _device_map(device_map: Any, max_memory: Any, offload_folder: str | None, fs
 
 
 @_rule
-def _generation(generation_kwargs: Mapping[str, Any], predict_with_generate: bool) -> None:
+def _generation(generation_kwargs: Mapping[str, Any], predict_with_generate: bool, parallelism: Any) -> None:
     if generation_kwargs and not predict_with_generate:
         raise ConfigurationError(
             "generation_kwargs has no effect with predict_with_generate=False. Give predict_with_generate=True."
+        )
+    stages = getattr(parallelism, "sizes", {}).get("pp", 1)
+    if predict_with_generate and stages > 1:
+        raise ConfigurationError(
+            f"predict_with_generate=True does not work with pp_size={stages}: no rank of a pipeline has the whole "
+            "model. Leave one of them out, or split the model by tp_size."
         )

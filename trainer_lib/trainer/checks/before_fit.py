@@ -224,7 +224,6 @@ def _check(trainer: TrainerInterface) -> dict[str, DataLoader[Any]]:
 
 
 def _check_models(trainer: TrainerInterface) -> None:
-    trained = 0
     for model in _models(trainer):
         if (
             not trainer.parts.loss.is_overridden
@@ -247,18 +246,17 @@ def _check_models(trainer: TrainerInterface) -> None:
                     "model without a device_map that leaves parts of it on disk, or fill it: "
                     "model.to_empty(device='cpu'), then initialize it."
                 )
-            trained += parameter.requires_grad
         _check_not_quantized(model)
     if _has_own(trainer, "configure_optimizer") or trainer.optimizer is not None:
         return  # the optimizer may train parameters outside the models
     named = " and ".join(type(model).__name__ for model in _models(trainer))
-    if not any(True for model in _models(trainer) for _ in model.parameters()):
+    parameters = [parameter for model in _whole_models(trainer) for parameter in model.parameters()]
+    if not parameters:
         raise ConfigurationError(f"{named} has no parameters, so there is nothing to train.")
-    if not trained:
-        count = sum(1 for model in _models(trainer) for _ in model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
         raise ConfigurationError(
-            f"All {count} parameters of {named} are frozen, so there is nothing to train. Set requires_grad=True on "
-            "some: model.requires_grad_(True)."
+            f"All {len(parameters)} parameters of {named} are frozen, so there is nothing to train. Set "
+            "requires_grad=True on some: model.requires_grad_(True)."
         )
 
 
@@ -458,7 +456,7 @@ def _facts(trainer: TrainerInterface) -> dict[str, Any]:
         "the models": [
             f"{type(model).__name__} of {sum(p.numel() for p in model.parameters() if p.requires_grad)} trained "
             f"parameters in {sum(1 for p in model.parameters() if p.requires_grad)} tensors"
-            for model in _models(trainer)
+            for model in _whole_models(trainer)
         ],
     }
     if trainer.eval_dataset is not None:
@@ -500,6 +498,12 @@ def _samples(data: Any) -> int | None:
 
 def _models(trainer: TrainerInterface) -> list[nn.Module]:
     return [trainer.model] if isinstance(trainer.model, nn.Module) else list(trainer.model.values())
+
+
+def _whole_models(trainer: TrainerInterface) -> list[nn.Module]:
+    """Return the models; of those that are prepared, which may be a stage of a pipeline by now, the whole ones."""
+    models, strategy = _models(trainer), trainer.accelerator.strategy
+    return [strategy.whole_shapes(model) for model in models] if trainer.parts.models.are_prepared else models
 
 
 def _has_own(trainer: TrainerInterface, verb: str) -> bool:
