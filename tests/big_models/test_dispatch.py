@@ -123,6 +123,17 @@ def test_weights_are_converted_on_the_way(tmp_path: Path) -> None:
     assert torch.equal(loaded(torch.ones(1, 4, dtype=torch.bfloat16)), expected)
 
 
+def test_converted_weights_keep_their_type_once_hooks_are_removed(tmp_path: Path) -> None:
+    Accelerator(cpu=True).save_model(nn.Linear(4, 4), tmp_path)
+    with init_empty_weights():
+        empty = nn.Linear(4, 4)
+    model = load_checkpoint_and_dispatch(empty, tmp_path, {"": "disk"}, dtype="bfloat16")
+    expected = model(torch.ones(1, 4, dtype=torch.bfloat16))
+    remove_hook_from_submodules(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model(torch.ones(1, 4, dtype=torch.bfloat16)), expected)
+
+
 def test_the_state_dict_of_an_offloaded_model_can_be_read(tmp_path: Path) -> None:
     model = made("gpt2")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}

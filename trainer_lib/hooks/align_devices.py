@@ -151,7 +151,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _restore(self, module: nn.Module, name: str, device: torch.device, value: Tensor) -> None:
-        set_module_tensor_to_device(module, name, device, value=value)
+        set_module_tensor_to_device(module, name, device, value=value, dtype=value.dtype)
         tied = None if self._ties is None else self._ties.find(f"{self._name}.{name}" if self._name else name)
         if tied is not None:
             _put(module, name, tied)
