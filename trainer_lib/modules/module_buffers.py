@@ -102,9 +102,14 @@ def no_gradients_of(parameters: Iterable[Tensor]) -> Generator[None]:
     Gradients of the window so far stay, and ranks reduce as ever. A sharded model's gradients have no place to do so.
     """
     leaves = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
-    hooks = [leaf.register_hook(torch.zeros_like) for leaf in leaves]
+    hooks = [leaf.register_hook(_zeros_for) for leaf in leaves]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _zeros_for(gradient: Tensor | None) -> Tensor | None:
+    # DDP's own node sends none back from outputs that the loss does not depend on.
+    return None if gradient is None else torch.zeros_like(gradient)

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, LossResult, Trainer, TrainingArguments
+from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, LossResult, Trainer, TrainingArguments
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import NonFiniteError
 from trainer_lib.state import PartialState
@@ -116,6 +116,34 @@ def test_samples_spread_over_micro_batches_and_processes(count: int, accumulatio
     expected = big_batches(classifier(), inputs, targets, 4 * accumulation * processes)
     for actual in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert_equal(actual, expected)
+
+
+class TwoHeads(nn.Module):
+    """Returns the scores of a second head too, which its loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.other = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(inputs).tanh()
+        scores = self.head(hidden)
+        return {"loss": cross_entropy(scores, labels), "logits": scores, "others": self.other(hidden)}
+
+
+def test_outputs_that_the_loss_does_not_depend_on_reach_ranks_without_samples() -> None:
+    inputs, labels = samples(10)  # the second rank has none for its last batch
+    rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
+
+    def body() -> Gradients:
+        ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
+        return train(Trainer(TwoHeads(), arguments(ddp=ddp, per_device_train_batch_size=2), train_dataset=rows))
+
+    model = TwoHeads()
+    whole = big_batches(nn.Sequential(model.body, nn.Tanh(), model.head), inputs, labels, 4)
+    for actual in run_world(body, (), 2, timeout=60):
+        assert_equal(actual, whole)
 
 
 class Tagger(nn.Module):
