@@ -87,6 +87,73 @@ def test_a_model_that_ignores_num_items_gets_it_only_once() -> None:
     assert [num_items is None for num_items in model.given] == [False, True, True]
 
 
+class Strict(Dividing):
+    """A model that passes what it gets on to a module that takes nothing but its input."""
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
+        scores = self.layer(inputs, **options)
+        return {"logits": scores, "loss": scores.square().mean() if labels is None else cross_entropy(scores, labels)}
+
+
+class Declared(Strict):
+    accepts_loss_kwargs = False  # as models of transformers say
+
+
+class Adapter(nn.Module):
+    """A model like those of PEFT: its forward takes any names, the model within may not."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict = Strict()
+
+        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return self.strict(inputs, labels)
+
+        def loss_function(self) -> None:
+            """As in models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+        self.loss_function = self.inner.loss_function
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+    def forward(self, **batch: Any) -> dict[str, Tensor]:
+        return self.inner(**batch)
+
+
+@pytest.mark.parametrize(
+    ("cls", "batch"),
+    [
+        (Strict, {"inputs": INPUTS}),
+        (Strict, {"inputs": INPUTS, "labels": None}),
+        (Declared, BATCH),
+        (Adapter, BATCH),
+    ],
+    ids=["no labels", "labels of None", "declared", "within an adapter"],
+)
+def test_a_model_that_takes_no_number_of_items_gets_none(cls: type[nn.Module], batch: dict[str, Any]) -> None:
+    model = cls()
+    result = model_loss(model)(model, batch)
+    assert result.weight is None  # the mean of the model
+    torch.testing.assert_close(result.loss, model(**batch)["loss"])
+
+
+def test_names_of_labels_tell_which_batches_have_a_number_of_items() -> None:
+    class Renaming(Dividing):
+        def forward(self, inputs: Tensor, classes: Tensor, **options: Any) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(inputs, classes, **options)
+
+    model = Renaming()
+    batch = {"inputs": INPUTS, "classes": TARGETS}
+    objective = ModelLoss(model, lambda _: count_items(BATCH), FullPrecision(), label_names=["classes"])
+    assert objective(model, batch).weight == 3
+    assert model.given[0].item() == 3
+
+
 def test_a_model_that_divides_gets_the_number_of_valid_items() -> None:
     model = Dividing()
     objective = model_loss(model)

@@ -178,7 +178,7 @@ class BatchLoss:
         bare, label_names = trainer.unwrapped_model, trainer.args.label_names
         check = MeanCheck(bare, trainer.num_items, label_names, self._needs_mean_check)
         if trainer.loss_fn is None:
-            self._objective = ModelLoss(bare, trainer.num_items, trainer.accelerator.precision, check)
+            self._objective = ModelLoss(bare, trainer.num_items, trainer.accelerator.precision, check, label_names)
             return self._objective
         if isinstance(trainer.loss_fn, nn.Module):
             trainer.loss_fn.to(trainer.accelerator.device)

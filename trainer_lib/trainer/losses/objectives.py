@@ -155,19 +155,28 @@ class ModelLoss:
 
     Models of transformers can take the number of items to divide their loss by. A model that uses it gets the number
     counted here, so that the two cannot differ. Autograd shows on the first batch whether the loss depends on that
-    number; the signature of the model would not be enough.
+    number; the signature of the model would not be enough. As in Hugging Face's Trainer, a batch without labels has no
+    such number, and neither has a model that says so by `accepts_loss_kwargs = False`: such models may pass what
+    they get on to modules that do not take it.
 
     Args:
         bare: The user's model.
         count: Counts the items of a batch.
         precision: The precision that the model is prepared for.
         check_mean: Warns if the loss is not a mean over items.
+        label_names: The names of a batch that are targets.
     """
 
     def __init__(
-        self, bare: nn.Module, count: CountItems, precision: FullPrecision, check_mean: MeanCheck | None = None
+        self,
+        bare: nn.Module,
+        count: CountItems,
+        precision: FullPrecision,
+        check_mean: MeanCheck | None = None,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         self._bare, self._count, self._precision, self._check_mean = bare, count, precision, check_mean
+        self._label_names = label_names
         self._module: nn.Module = getattr(bare, "_orig_mod", bare)  # whose forward the precision wraps
         self._is_checked = False
         self._device: torch.device | None = None  # of batches
@@ -206,7 +215,8 @@ class ModelLoss:
             self._is_checked = True
         if self._check_mean is not None and not self._check_mean.is_done:
             self._check_mean.check_model(self._plain_loss, batch)
-        if self._divides is False or not torch.is_grad_enabled():
+        is_unasked = self._divides is None and not _has_labels(batch, self._label_names)
+        if self._divides is False or is_unasked or not torch.is_grad_enabled():
             outputs = call_model(model, batch, **self._options)
             return outputs, _loss_of(outputs), None
         weight = self._count(batch)
@@ -263,10 +273,18 @@ def _depends(loss: Tensor, items: Tensor) -> bool:
     return False
 
 
+def _has_labels(batch: Any, label_names: Sequence[str] | None) -> bool:
+    targets = targets_of(batch, label_names)
+    return any(isinstance(each, Tensor) for each in (targets.values() if isinstance(targets, dict) else [targets]))
+
+
 def _may_take_items(bare: nn.Module) -> bool:
-    if not hasattr(bare, "loss_function"):  # only models of transformers take the argument
+    model: Any = without_adapter(getattr(bare, "_orig_mod", bare))
+    if not hasattr(model, "loss_function"):  # only models of transformers take the argument
         return False
-    parameters = inspect.signature(bare.forward).parameters
+    if getattr(model, "accepts_loss_kwargs", True) is False:
+        return False
+    parameters = inspect.signature(model.forward).parameters
     return "num_items_in_batch" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
