@@ -1,13 +1,16 @@
-"""Buffers and gradients as they were before a forward and backward that do not count."""
+"""Buffers, counters and gradients as they were before a forward and backward that do not count."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.tensors.tensor_operations import foreach_copy_
 from trainer_lib.modules.weights.tensor_slots import buffer_slots
+
+_COUNTERS = (bool, int, float, type(None))  # attributes by which a forward counts, or remembers what it did
 
 
 class Buffers:
@@ -80,19 +83,32 @@ class Buffers:
 
 @contextmanager
 def buffers_kept(models: Iterable[nn.Module], keeps_new_shapes: bool = False) -> Generator[None]:
-    """Restore the buffers after the block, whose data does not count.
+    """Restore buffers, generators and counters after the block, whose data does not count.
 
     Args:
         models: The models.
         keeps_new_shapes: Whether a buffer of a new shape stays, such as a bank that grows: where other ranks count
             their batch, DDP sends rank 0's buffers to ranks that must have the same shapes.
     """
-    buffers = Buffers(models)
+    models = list(models)
+    buffers, counters = Buffers(models), _counters(models)
     buffers.copy()
     try:
         yield
     finally:
         buffers.restore(keeps_new_shapes)
+        for attributes, counts in counters:
+            attributes.update((name, count) for name, count in counts.items() if name in attributes)
+
+
+def _counters(models: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the attributes of each module, and those that are numbers or flags; torch's modules count nothing."""
+    modules = [module for model in models for module in model.modules()]
+    owners = [vars(module) for module in modules if not type(module).__module__.startswith("torch.")]
+    return [
+        (owner, {name: value for name, value in owner.items() if type(value) in _COUNTERS and name != "training"})
+        for owner in owners
+    ]
 
 
 @contextmanager

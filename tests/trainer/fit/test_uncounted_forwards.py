@@ -1,6 +1,7 @@
 """Forwards that do not count leave no trace: filler batches, skipped batches and updates, the second forward of SAM.
 
-In the model are all kinds of state that a forward changes: running statistics, buffers that it replaces, a generator.
+In the model are all kinds of state that a forward changes: running statistics, buffers that it replaces, a generator, a
+counter.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ class Stateful(nn.Module):
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
         self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator, self.forwards = torch.Generator().manual_seed(3), 0
         self.register_buffer("samples", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(()))
 
@@ -33,11 +34,12 @@ class Stateful(nn.Module):
             self.samples += len(x)  # type: ignore[has-type]
             self.replaced: Tensor = self.replaced + len(x)  # type: ignore[has-type]
             torch.rand(1, generator=self.generator)
+            self.forwards += 1
         return self.last(self.first(x).tanh())
 
     def trace(self) -> list[Tensor]:
         buffers = [buffer.clone() for buffer in self.buffers()]
-        return [*buffers, self.generator.get_state()]
+        return [*buffers, self.generator.get_state(), torch.tensor(self.forwards)]
 
 
 class Logging(Trainer):
@@ -97,8 +99,9 @@ def test_a_skipped_batch_leaves_no_trace(climbs: bool) -> None:
 
 
 def test_a_skipped_update_leaves_no_trace() -> None:
+    """Except in attributes of the model: a copy of them for each update would cost time in every step."""
     trace, history, _ = trained(12, bad=5, on_nonfinite="skip")
-    assert_same(trace, states_after(12, 0, 2))
+    assert_same(trace[:-1], states_after(12, 0, 2)[:-1])
     assert [entry["step"] for entry in history] == [1, 3]
 
 

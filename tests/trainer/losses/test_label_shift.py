@@ -243,3 +243,19 @@ def test_a_model_that_is_probed_draws_afterwards_what_it_would_have() -> None:
     with probing(model):
         torch.rand(4, generator=model.drawn_from)
     assert torch.equal(model.drawn_from.get_state(), before)
+
+
+def test_a_model_that_is_probed_counts_afterwards_as_before() -> None:
+    """As routers of transformers do, which remember the capacity of evaluations."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.capacity = 64
+            self.mean: Any = None
+
+    model = Counts()
+    with probing(model):
+        model.capacity, model.mean = 44, torch.nn.Parameter(torch.ones(2))
+    assert model.capacity == 64
+    assert isinstance(model.mean, torch.nn.Parameter)
