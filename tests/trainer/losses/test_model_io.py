@@ -286,6 +286,22 @@ def test_a_model_may_take_any_name() -> None:
     assert len(updates_of(Open(), rows).losses) == 2
 
 
+def test_names_that_a_base_class_takes_are_accepted() -> None:
+    """As of sequence classifiers of transformers that add fields to the forward of their base class."""
+    from transformers import BertForSequenceClassification
+
+    class Further(BertForSequenceClassification):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    torch.manual_seed(0)
+    model = Further(tiny_bert().config)
+    rows = [{"input_ids": IDS[row], "labels": TARGETS[row]} for row in range(ROWS)]
+    with pytest.raises(ConfigurationError, match=r"has 'idx', which .* does not take"):
+        updates_of(model, [{**row, "idx": 0} for row in rows])
+    assert len(updates_of(model, rows).losses) == 2
+
+
 def test_keywords_of_transformers_models_are_accepted() -> None:
     rows = [{"input_ids": IDS[row], "labels": TARGETS[row]} for row in range(ROWS)]
 

@@ -239,7 +239,16 @@ def _keywords_taken(model: Any, annotation: Any) -> tuple[list[str], bool]:
         # Most models of transformers list the keywords they take there, and ignore all others.
         declared = getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
     of_loss = [SHIFTED_LABELS] if hasattr(model, "loss_function") else []  # the loss of transformers takes it besides
-    return [*getattr(declared, "__annotations__", ()), *of_loss], declared is None
+    return [*getattr(declared, "__annotations__", ()), *_inherited_names(model), *of_loss], declared is None
+
+
+def _inherited_names(model: nn.Module) -> list[str]:
+    """Return the names that the forwards of a model's base classes take, to which its own may pass its keywords."""
+    bases = [kind for kind in type(model).__mro__[1:] if kind is not nn.Module]
+    forwards = [vars(kind)["forward"] for kind in bases if "forward" in vars(kind)]
+    taken = [parameter for forward in forwards for parameter in inspect.signature(forward).parameters.values()]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in taken if parameter.kind in by_name and parameter.name != "self"]
 
 
 def _unpacked(model: nn.Module, annotation: Any) -> Any:
