@@ -87,7 +87,8 @@ class EntryCalls:
     done: int
 
     def __init__(self, tracker: GeneralTracker, entries: list[Entry]) -> None:
-        self._tracker, self.entries = tracker, entries
+        self._tracker = tracker
+        self.entries: list[Entry] = entries
         self._takes_many = type(tracker).log_points is not GeneralTracker.log_points
         self._is_stopped = False
         self.done = 0
