@@ -291,6 +291,7 @@ def refusal(parts: dict[str, Any], **options: Any) -> str:
 
 def test_models_that_need_whole_sequences_are_refused_before_the_first_step() -> None:
     def body() -> list[str]:
+        torch.manual_seed(0)
         one_target = [(torch.arange(8), torch.tensor(0.0))] * 4
         return [
             refusal(plain(model=Counting())),
