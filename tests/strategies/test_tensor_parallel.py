@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from tests.strategies import split
@@ -254,6 +254,36 @@ def test_a_rank_whose_experts_no_token_has_takes_part() -> None:
     for actual, left in run_world(gradients, (), 2):
         torch.testing.assert_close(actual, expected)
         assert count == left == 4, "a forward leaves the module unchanged"
+
+
+class LookedUp(nn.Module):
+    """Experts that take each token's weights by its indices, all of which must exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return ((self.up[indices] @ hidden[:, None, :, None]).squeeze(-1) * weights[..., None]).sum(1)
+
+
+def test_experts_that_skip_no_index_are_spread() -> None:
+    def gradients() -> Any:
+        accelerator = accelerator_for(Split(plan={"experts": "experts"}))
+        model = accelerator.prepare(model_of(lambda: nn.ModuleDict({"experts": LookedUp()})))
+        experts: Any = accelerator.unwrap_model(model)["experts"]
+        generator = torch.Generator().manual_seed(2)
+        hidden = torch.rand(6, 8, generator=generator).requires_grad_()
+        weights = torch.rand(6, 2, generator=generator).requires_grad_()
+        output = experts(hidden, torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1], [2, 3]]), weights)
+        output.square().sum().backward()
+        whole = getattr(experts.up.grad, "full_tensor", lambda: experts.up.grad)()
+        return [output.detach(), hidden.grad, weights.grad, whole]
+
+    (expected,) = run_world(gradients, (), 1)
+    for actual in run_world(gradients, (), 2):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow

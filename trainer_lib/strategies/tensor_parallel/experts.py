@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _INPUTS = 3  # hidden states, the indices of each token's experts, their weights
+_SKIPS_FOREIGN = "_is_expert_parallel"  # of the experts of transformers, from 5.18 on
 
 
 def count_of(module: nn.Module) -> int | None:
@@ -41,6 +42,8 @@ class _Experts:
         self._all = int(module.num_experts)  # type: ignore[arg-type]
         self._count = self._all // mesh.size()
         self._first = self._count * mesh.get_local_rank()
+        # The experts of transformers skip the index after the last one; others compute an expert, which counts nothing.
+        self._index_of_foreign = self._count if hasattr(module, _SKIPS_FOREIGN) else 0
         self._whole: list[dict[str, Any]] = []
         self._anchors: list[Tensor] = []
 
@@ -56,8 +59,8 @@ class _Experts:
         self._anchors.append(anchor)
         self._whole.append(dict(module._parameters))  # pyright: ignore[reportPrivateUsage]
         self._use(module, dict(zip(parts, local, strict=True)), self._count, is_parallel=True)
-        # transformers' experts skip the index after the last one.
-        return (hidden, mine.masked_fill(is_foreign, self._count), weights.masked_fill(is_foreign, 0.0)), {}
+        indices = mine.masked_fill(is_foreign, self._index_of_foreign)
+        return (hidden, indices, weights.masked_fill(is_foreign, 0.0)), {}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Add up the outputs, and give the module its weights back, after an error too. A forward hook."""
@@ -71,8 +74,8 @@ class _Experts:
     def _use(self, module: Any, weights: dict[str, Any], count: int, *, is_parallel: bool) -> None:
         module._parameters.update(weights)
         module.num_experts = count
-        if hasattr(module, "_is_expert_parallel"):
-            module._is_expert_parallel = is_parallel
+        if hasattr(module, _SKIPS_FOREIGN):
+            setattr(module, _SKIPS_FOREIGN, is_parallel)
 
 
 class _Enter(torch.autograd.Function):
