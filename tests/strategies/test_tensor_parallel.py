@@ -272,7 +272,7 @@ def test_experts_that_skip_no_index_are_spread() -> None:
     def gradients() -> Any:
         accelerator = accelerator_for(Split(plan={"experts": "experts"}))
         model = accelerator.prepare(model_of(lambda: nn.ModuleDict({"experts": LookedUp()})))
-        experts: Any = accelerator.unwrap_model(model)["experts"]
+        experts: Any = accelerator.unwrap_model(model).get_submodule("experts")
         generator = torch.Generator().manual_seed(2)
         hidden = torch.rand(6, 8, generator=generator).requires_grad_()
         weights = torch.rand(6, 2, generator=generator).requires_grad_()
