@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import append_text, log_file, replace_file
-from trainer_lib.logging import get_logger
+from trainer_lib.filesystem.atomic_files import LogWrites, append_text, log_file, replace_file
 
 _PROGRESS = ("step", "epoch", "samples", "seconds")
 _WAITING = 10_000  # rows
-
-_logger = get_logger(__name__)
 
 
 class CsvLog(Callback):
@@ -45,7 +42,7 @@ class CsvLog(Callback):
         self._columns = list[str]()
         self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
         self._instead: list[dict[str, str]] | None = None  # the rows that are to replace those of the file
-        self._is_failing = False
+        self._writes = LogWrites("rows")
 
     def on_fit_begin(self, run: Run) -> None:
         if not run.is_main_process:
@@ -86,18 +83,9 @@ class CsvLog(Callback):
 
     def _flush(self) -> None:
         """Write the rows that wait; those that the disk does not take wait for the next call."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._add_waiting()
-        except OSError as error:
-            if not self._is_failing:
-                _logger.warning(
-                    "%s cannot be written: %s. Its rows wait until it can.", self.path, error.strerror or error
-                )
-            self._is_failing = True
-        else:
+        if self._writes.attempt(self.path, self._add_waiting):
             self._waiting.clear()
-            self._instead, self._is_failing = None, False
+            self._instead = None
 
     def _add_waiting(self) -> None:
         columns = [*dict.fromkeys([*self._columns, *(name for row in self._waiting for name in row)])]

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import append_text, log_file, replace_file
-from trainer_lib.logging import get_logger
+from trainer_lib.filesystem.atomic_files import LogWrites, append_text, log_file, replace_file
 from trainer_lib.runs.run_environment import memory_in_use
 
 # A resumed run keeps these lines even after the step it resumes from.
@@ -22,8 +21,6 @@ _PROGRESS = ("step", "epoch", "samples", "seconds")
 
 _LONGEST_TRACEBACK = 20_000  # characters
 _WAITING = 10_000  # lines
-
-_logger = get_logger(__name__)
 
 
 class JsonlLog(Callback):
@@ -57,7 +54,7 @@ class JsonlLog(Callback):
         self._is_training = False
         self._waiting: deque[str] = deque(maxlen=_WAITING)
         self._instead: list[str] | None = None  # the lines that are to replace those of the file
-        self._is_failing = False
+        self._writes = LogWrites("lines")
         if skipped_steps:
             self.on_step_skipped: Any = self._write_skipped
 
@@ -153,21 +150,16 @@ class JsonlLog(Callback):
 
     def _flush(self) -> None:
         """Write the lines that wait; those that the disk does not take wait for the next call."""
-        try:  # opened for each line: logs are rare, and a run that is killed leaves no open file
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if (lines := self._instead) is not None:
-                replace_file(self.path, lambda path: _write_lines(path, [*lines, *self._waiting]))
-            else:
-                append_text(self.path, "".join(f"{line}\n" for line in self._waiting))
-        except OSError as error:
-            if not self._is_failing:
-                _logger.warning(
-                    "%s cannot be written: %s. Its lines wait until it can.", self.path, error.strerror or error
-                )
-            self._is_failing = True
-        else:
+        if self._writes.attempt(self.path, self._write_waiting):
             self._waiting.clear()
-            self._instead, self._is_failing = None, False
+            self._instead = None
+
+    def _write_waiting(self) -> None:
+        # The file is opened for each line: logs are rare, and a run that is killed leaves no open file.
+        if (lines := self._instead) is not None:
+            replace_file(self.path, lambda path: _write_lines(path, [*lines, *self._waiting]))
+        else:
+            append_text(self.path, "".join(f"{line}\n" for line in self._waiting))
 
 
 def _settings(run: Run) -> dict[str, Any]:

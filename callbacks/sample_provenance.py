@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,8 @@ from torch.utils.data import default_collate
 from trainer_lib.data_loader.order.data_rng import derived_seed
 from trainer_lib.data_loader.order.sample_seeds import SeededSamples
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import append_text, replace_file
+from trainer_lib.filesystem.atomic_files import LogWrites, append_text, replace_file
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.logging import get_logger
-
-_logger = get_logger(__name__)
 
 _FOLDER = "provenance"
 _AT_ONCE = 1000  # lines buffered before a write
@@ -46,8 +44,9 @@ class Provenance(Callback):
         self._lines: list[str] = []
         self._position: dict[str, int] = {}
         self._is_skipped = False
-        self._kept_up_to: int | None = None  # the step after which lines are to be removed from the file
-        self._is_failing = False
+        self._kept_up_to: int | None = None  # the step after which lines are to be removed from the files
+        self._beyond: list[Path] = []  # the files of ranks that this run does not have
+        self._writes = LogWrites("lines")
 
     def on_fit_begin(self, run: Run) -> None:
         folder = self._parent or run.folder
@@ -60,11 +59,8 @@ class Provenance(Callback):
                 return  # another rank reads the same samples, and writes them
         self._file = folder / _FOLDER / f"process-{rank}.jsonl"
         self._batches, self._lines = [], []
+        self._beyond = [file for file in _files(folder) if _rank(file) >= world_size] if run.is_main_process else []
         self._cut(run.state.step)
-        if run.is_main_process:  # files of ranks beyond the current world size
-            for file in _files(folder):
-                if _rank(file) >= world_size:
-                    _keep(file, run.state.step)
 
     def on_load_end(self, run: Run, folder: Path) -> None:
         del folder
@@ -120,23 +116,16 @@ class Provenance(Callback):
         """Write the lines that wait; those that the disk does not take wait for the next call."""
         if self._file is None or not (self._lines or self._kept_up_to is not None):
             return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            if self._kept_up_to is not None and self._file.exists():
-                _keep(self._file, self._kept_up_to)
-            self._kept_up_to = None
-            append_text(self._file, "".join(f"{line}\n" for line in self._lines))
-        except OSError as error:
-            if not self._is_failing:
-                _logger.warning(
-                    "%s cannot be written: %s. Its lines wait until it can.",
-                    self._file,
-                    error.strerror or error,
-                    main_process_only=False,
-                )
-            self._is_failing = True
-        else:
-            self._lines, self._is_failing = [], False
+        if self._writes.attempt(self._file, partial(self._write_to, self._file)):
+            self._lines = []
+
+    def _write_to(self, file: Path) -> None:
+        if self._kept_up_to is not None:
+            for path in (file, *self._beyond):
+                if path.exists():
+                    _keep(path, self._kept_up_to)
+        self._kept_up_to = None
+        append_text(file, "".join(f"{line}\n" for line in self._lines))
 
     def _cut(self, step: int) -> None:
         self._lines: list[str] = []

@@ -505,12 +505,16 @@ def test_a_run_that_resumes_on_a_full_disk_loses_no_line_of_its_logs(small_disk:
 
     run_world(body, ("whole",), 1, timeout=60)
     run_world(body, ("parts", Dies(7)), 1, timeout=60)
+    (of_rank_0,) = small_disk.folder.glob("parts/*/provenance/process-0.jsonl")
+    of_rank_1 = of_rank_0.with_name("process-1.jsonl")  # of a run on two processes
+    of_rank_1.write_bytes(of_rank_0.read_bytes())
     small_disk.fill()
     (warnings,) = run_world(lambda: body("parts", DiskOfRestart(6, small_disk.empty), resume="auto"), (), 1, timeout=60)
     assert [line for line in warnings if "switched off" in line] == []
     for name in ("history.jsonl", "history.csv", "process-0.jsonl"):
         assert sum(f"{name} cannot be written: No space left" in line for line in warnings) == 1, warnings
     assert contents("parts") == contents("whole")
+    assert [json.loads(line)["step"] for line in of_rank_1.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 # -- temporary files -------------------------------------------------------------------------------------------------

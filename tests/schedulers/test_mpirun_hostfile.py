@@ -13,6 +13,7 @@ import pytest
 from tests.launched import ROOT
 from trainer_lib.commands.main import main
 from trainer_lib.launchers import bootstrap
+from trainer_lib.processes.exit_codes import SAME_REQUEST
 
 SCRIPT = """
 import sys, os
@@ -147,9 +148,7 @@ def test_signals_and_exit_codes_pass_through_mpirun(folder: Path) -> None:
         "Path(f'ready_{os.environ[\"OMPI_COMM_WORLD_RANK\"]}').touch()\ntime.sleep(100)\n"
     )
     process = launched(folder, "train.py")
-    ends = time.monotonic() + 60
-    while len(list(folder.glob("ready_*"))) < 2 and time.monotonic() < ends:
-        time.sleep(0.05)
+    assert files(folder, "ready_*") == 2
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143, output
@@ -171,6 +170,7 @@ time.sleep(100)
 
 
 def files(folder: Path, pattern: str) -> int:
+    """Return how many files there are, after a wait for those of two ranks."""
     ends = time.monotonic() + 60
     while (count := len(list(folder.glob(pattern)))) < 2 and time.monotonic() < ends:
         time.sleep(0.05)
@@ -202,7 +202,7 @@ def test_ranks_that_do_not_end_are_killed(folder: Path, is_asked_twice: bool) ->
     process.send_signal(signal.SIGTERM)
     assert files(folder, "asked_*") == 2
     if is_asked_twice:
-        time.sleep(1.5)
+        time.sleep(SAME_REQUEST + 0.5)  # a launcher may send one request to a rank and to its group
         process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert time.monotonic() - began < 20

@@ -1,6 +1,7 @@
-"""Writing files atomically, and paths that must stay inside a folder."""
+"""Writing files atomically, logs whose lines wait for the disk, and paths that must stay inside a folder."""
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -11,6 +12,8 @@ from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 
 _Path = TypeVar("_Path", bound=AnyPath)
+
+_logger = logging.getLogger(__name__)  # not get_logger: each rank warns of its own files
 
 _OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO)
 
@@ -70,6 +73,31 @@ def append_text(path: Path, text: str) -> None:
         if path.exists():
             os.truncate(path, size)
         raise
+
+
+class LogWrites:
+    """Writes to a log whose content waits while the disk does not take it, with one warning until it does.
+
+    Args:
+        content: What waits, for the warning: "lines" or "rows".
+    """
+
+    def __init__(self, content: str) -> None:
+        self._content, self._is_failing = content, False
+
+    def attempt(self, path: Path, write: Callable[[], object]) -> bool:
+        """Call `write` once the folder of the file exists; return whether the disk took what it wrote."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+        except OSError as error:
+            if not self._is_failing:
+                reason = error.strerror or error
+                _logger.warning("%s cannot be written: %s. Its %s wait until it can.", path, reason, self._content)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+        return not self._is_failing
 
 
 def says_damaged(error: OSError) -> bool:

@@ -234,12 +234,13 @@ def _keywords_taken(model: Any, annotation: Any) -> tuple[list[str], bool]:
         return list(further), takes_any
     from trainer_lib.modules.module_kinds import is_transformers_model
 
-    declared = _unpacked(model, annotation)
-    if declared is None and is_transformers_model(model):
+    declared, inherited = _unpacked(model, annotation), list[str]()
+    if is_transformers_model(model):
         # Most models of transformers list the keywords they take there, and ignore all others.
-        declared = getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
+        declared = declared or getattr(sys.modules.get("transformers.utils"), "TransformersKwargs", None)
+        inherited = _inherited_names(model)
     of_loss = [SHIFTED_LABELS] if hasattr(model, "loss_function") else []  # the loss of transformers takes it besides
-    return [*getattr(declared, "__annotations__", ()), *_inherited_names(model), *of_loss], declared is None
+    return [*getattr(declared, "__annotations__", ()), *inherited, *of_loss], declared is None
 
 
 def _inherited_names(model: nn.Module) -> list[str]:
