@@ -123,6 +123,9 @@ def test_the_shell_of_srun_pty_means_alone(tmp_path: Path, task: list[str], is_a
     """`srun -n4 --pty bash` starts four shells, three of which end at once."""
     (tmp_path / "script.sh").write_text("read word; true")
     with subprocess.Popen(task, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path) as process:
+        arguments = Path(f"/proc/{process.pid}/cmdline")
+        while not arguments.read_bytes():  # a moment after its start, the kernel has not written them yet
+            assert process.poll() is None
         variables = {**SLURM, "SLURM_TASK_PID": str(process.pid)}
         assert (world(**variables, SLURM_PTY_PORT="4242") is None) == is_alone
         assert world(**variables) is not None
