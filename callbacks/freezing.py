@@ -26,7 +26,7 @@ class Freeze(Modifier):
 
     Frozen weights get no gradients, which saves their computation. Their optimizer state is dropped, and starts from
     zero when the weights are trained again. To freeze weights for the whole run, use `ParameterGroup(frozen=True)`.
-    With DDP, set `TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))`.
+    With `TrainingArguments(ddp=DistributedDataParallelKwargs(…))`, set `find_unused_parameters=True` in it.
 
     Args:
         *patterns: Shell patterns (`fnmatch`) of the full names of the weights, such as "encoder.*".
@@ -37,6 +37,7 @@ class Freeze(Modifier):
         >>> head_first = Freeze("encoder.*", "embeddings.*", until="1 epoch")
     """
 
+    freezes_weights: ClassVar[bool] = True
     saves_memory: ClassVar[bool] = True  # frozen weights have no gradients
 
     def __init__(self, *patterns: str, until: Any = None, after: Any = None) -> None:
@@ -173,6 +174,6 @@ def _check_replicas(run: Run, callback: str) -> None:
     if not all(getattr(model, "find_unused_parameters", True) for model in models):  # only DDP has it
         raise ConfigurationError(
             f"{callback} needs DDP with find_unused_parameters=True: otherwise the ranks wait for the gradients of "
-            "frozen "
-            "weights. Give TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True))."
+            "frozen weights. Set it in TrainingArguments(ddp=DistributedDataParallelKwargs(…)), or leave ddp out and "
+            "pass the callback to the Trainer when you make it."
         )

@@ -16,7 +16,13 @@ from torch.nn.functional import cross_entropy, mse_loss, one_hot
 from tests.callbacks.by_hand import Named, assert_close, assert_equal, batches, loop, resumed, trained, weights
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, Trainer
+from trainer_lib import (
+    Accelerator,
+    ConfigurationError,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    Trainer,
+)
 from trainer_lib.callbacks import (
     SAM,
     SWA,
@@ -34,8 +40,6 @@ from trainer_lib.callbacks import (
 )
 from trainer_lib.callbacks.batch_rng import generator_of_batch
 from trainer_lib.events import Callback, Modifier, Run, RunState
-
-UNUSED = DistributedDataParallelKwargs(find_unused_parameters=True)
 
 
 def draws(step: int, name: str, rank: int = 0, seed: int = 42) -> np.random.Generator:
@@ -127,7 +131,7 @@ PLUGIN = FullyShardedDataParallelPlugin(
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"ddp": UNUSED}, id="ddp"), pytest.param({"fsdp": PLUGIN}, id="fsdp", marks=pytest.mark.slow)],
+    [pytest.param({}, id="ddp"), pytest.param({"fsdp": PLUGIN}, id="fsdp", marks=pytest.mark.slow)],
 )
 def test_on_two_processes(options: dict[str, Any]) -> None:
     """With 2 samples and accumulation of 2, so that an update is of 8."""
@@ -485,7 +489,7 @@ def test_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
 )
 def test_resumed_to_the_bit_on_two_processes(names: list[str], tmp_path: Path) -> None:
     def two() -> list[Any]:
-        options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp": UNUSED}
+        options: dict[str, Any] = {"per_device_train_batch_size": 4}
         chosen = {name: RESUMED[name] for name in names}
         return [resumed(make, tmp_path / name, **options, **more) for name, (make, more) in chosen.items()]
 
@@ -620,7 +624,24 @@ def test_gradients_of_a_training_step_that_steps_cannot_be_clipped(make: Callabl
 def test_replicas_that_wait_for_all_gradients_freeze_nothing() -> None:
     def two() -> str:
         with pytest.raises(ConfigurationError, match="find_unused_parameters=True") as caught:
-            trained(Freeze("0.*", until=3), per_device_train_batch_size=4)
+            trained(Freeze("0.*", until=3), per_device_train_batch_size=4, ddp=DistributedDataParallelKwargs())
         return str(caught.value)
 
     assert all("wait for the gradients of frozen weights" in message for message in run_world(two, (), 2, timeout=60))
+
+
+def test_only_trainers_whose_callbacks_freeze_weights_let_ddp_search_for_unused_parameters() -> None:
+    def two() -> list[bool]:
+        accelerator, searches = Accelerator(cpu=True), []
+        for callbacks in ([Freeze("0.*", until=3)], []):
+            trainer = Trainer(
+                network(), arguments(), train_dataset=points(), loss_fn=cross_entropy, callbacks=callbacks,
+                accelerator=accelerator,
+            )  # fmt: skip
+            trainer.fit()
+            replica: Any = trainer.run.model
+            searches.append(replica.find_unused_parameters)
+            accelerator.free_memory()
+        return searches
+
+    assert run_world(two, (), 2, timeout=60) == [[True, False]] * 2

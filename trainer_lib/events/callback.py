@@ -42,6 +42,8 @@ class Callback:
         saves_checkpoints: Whether it requests checkpoints, which need an `output_dir`.
         needs_evaluation: Whether the run has to evaluate; its `monitored_metric` is then checked before training.
         supports_batch_splitting: Whether it works with batches that are split because they do not fit into memory.
+        freezes_weights: Whether it freezes weights while training runs; unless you give options of DDP, DDP then does
+            not wait for their gradients.
         saves_memory: Whether parts of the run need less memory with it than the rest; the batch-size finder trains
             without it.
         runs_on_all_ranks: Whether all ranks need it. A `Modifier` that some ranks lack is an error when a fit begins,
@@ -69,6 +71,7 @@ class Callback:
     saves_checkpoints: ClassVar[bool] = False
     needs_evaluation: ClassVar[bool] = False
     supports_batch_splitting: ClassVar[bool] = True
+    freezes_weights: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
     runs_on_all_ranks: ClassVar[bool] = False
     runs_in_sandbox: ClassVar[bool] = True

@@ -74,6 +74,10 @@ class Strategy(ABC):
         if options is not None:
             _logger.warning_once("DistributedDataParallelKwargs are ignored: DDP does not run.")
 
+    def weights_may_freeze(self) -> AbstractContextManager[Any]:
+        """Return the context in which models are distributed whose weights may be frozen later."""
+        return nullcontext()
+
     # -- the model -----------------------------------------------------------------------------------------------
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,7 +95,9 @@ def prepare_models(trainer: TrainerInterface) -> PreparedModels:
     """Return the prepared models of a trainer; the first call prepares them."""
     models = trainer.parts.models
     if not models.are_prepared:
-        models.prepare(trainer.model, trainer.args, trainer.accelerator)
+        freezes = any(callback.freezes_weights for callback in trainer.events)
+        with trainer.accelerator.strategy.weights_may_freeze() if freezes else nullcontext():
+            models.prepare(trainer.model, trainer.args, trainer.accelerator)
         trainer.run.model = models.model_or_models
     return models
 

@@ -19,7 +19,6 @@ from tests.trainer.fit.meshes import MESHES, replicas_of
 from tests.worlds import run_world
 from trainer_lib import (
     Accelerator,
-    DistributedDataParallelKwargs,
     ParallelismConfig,
     ParameterGroup,
     Trainer,
@@ -158,7 +157,6 @@ def train_frozen(mesh: str, names: tuple[str, ...], **when: str) -> Any:
     args = TrainingArguments(
         max_steps=5, learning_rate=0.01, use_cpu=True, progress_bar=False, log_every=1, per_device_train_batch_size=4,
         parallelism=ParallelismConfig(**sizes) if sizes else None,
-        ddp=None if sizes else DistributedDataParallelKwargs(find_unused_parameters=True),
     )  # fmt: skip
     trainer = Trainer(model_of(Plain), args, train_dataset=data(20), callbacks=[Freeze(*names, **when)])
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.fit().history if "loss" in entry]

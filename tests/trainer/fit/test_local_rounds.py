@@ -16,7 +16,6 @@ from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import (
     ConfigurationError,
-    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     UnsupportedError,
@@ -257,7 +256,7 @@ def test_all_ranks_log_the_mean_of_their_gradient_norms_also_after_a_resume(tmp_
 
 
 def _freezing(outer: float | None, folder: str | None = None, stops_at: int | None = None) -> dict[int, list[Tensor]]:
-    options: dict[str, Any] = {"max_steps": 9, "ddp": DistributedDataParallelKwargs(find_unused_parameters=True)}
+    options: dict[str, Any] = {"max_steps": 9}
     if folder is not None:
         options |= {"output_dir": folder, "save_every": 1, "on_exception": "raise"}
     callbacks = [Freeze("0.*", after="4 steps"), *([] if stops_at is None else [Dies(stops_at)])]
@@ -306,8 +305,7 @@ def test_running_statistics_of_a_run_that_resumes_within_a_round(tmp_path: Path)
 
 def _finished(folder: str, freezes: bool, **options: Any) -> list[Tensor]:
     callbacks = [Freeze("0.*", until="2 steps")] if freezes else []
-    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
-    return _run(callbacks, "auto", output_dir=folder, save_every=1, ddp=ddp, **options)[1]
+    return _run(callbacks, "auto", output_dir=folder, save_every=1, **options)[1]
 
 
 @pytest.mark.parametrize("freezes", [False, True])

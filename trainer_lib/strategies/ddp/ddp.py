@@ -74,6 +74,20 @@ class DDP(Strategy):
         """Wrap the models that come next with these options."""
         self.options = options
 
+    @contextmanager
+    def weights_may_freeze(self) -> Generator[None]:
+        """Return the context in which models are wrapped so that DDP does not wait for gradients of frozen weights.
+
+        DDP then searches for them in each backward. Options that were given stay as they are.
+        """
+        options = self.options
+        if options is None:
+            self.options = DistributedDataParallelKwargs(find_unused_parameters=True)
+        try:
+            yield
+        finally:
+            self.options = options
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside DDP."""
         return model.module if isinstance(model, DistributedDataParallel) else model
