@@ -372,6 +372,21 @@ def ends_at(step: int, which: signal.Signals = signal.SIGTERM, **options: Any) -
     return trainer(args, callbacks=[Asks(step, [(which, 0)])])
 
 
+def test_a_signal_within_an_evaluation_ends_it_before_its_next_batch(tmp_path: Path) -> None:
+    """The resumed run evaluates again, and equals one that nobody interrupts."""
+
+    def evaluated(folder: Path, *callbacks: Callback) -> list[Any]:
+        args = arguments(output_dir=folder, max_steps=4, eval_every=2, save_every=2, resume="auto")
+        model_trainer = trainer(args, model=network(dropout=0.3), eval_dataset=points(40), callbacks=list(callbacks))
+        return outcome(model_trainer.fit(), model_trainer.unwrapped_model)
+
+    asks, counts = Asks(2, [(signal.SIGTERM, 0)], "on_evaluate_batch_end"), Awhile(0)
+    with pytest.raises(Interrupted) as caught:
+        evaluated(tmp_path / "parts", asks, counts)
+    assert (caught.value.code, caught.value.result.state.step, counts.batches) == (143, 2, 1)
+    assert evaluated(tmp_path / "parts") == evaluated(tmp_path / "whole")
+
+
 def test_handlers_are_put_back_and_those_of_the_user_are_called_when_all_is_saved(tmp_path: Path) -> None:
     def mine(number: int, frame: Any) -> None:
         (run,) = tmp_path.iterdir()
