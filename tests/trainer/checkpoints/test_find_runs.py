@@ -1,6 +1,7 @@
 """Which run `resume="auto"` resumes, the warning about other runs, and a damaged run.json."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.faults.injuries import killed_after
 from tests.faults.trainings import Dies
 from tests.trainer.tasks import arguments, network, points, trainer
 from trainer_lib.checkpointing.format.listing import checkpoints_by_run
 from trainer_lib.commands.main import main
 from trainer_lib.events import Callback, Run
+from trainer_lib.launchers import ProcessFailedError, run_forked
 from trainer_lib.runs import find_runs
 from trainer_lib.trainer.defaults import run_fingerprint
 
@@ -45,6 +48,36 @@ def unfinished(tmp_path: Path) -> Path:
     fit(tmp_path / "runs", dies_at=7)
     (folder,) = (tmp_path / "runs").iterdir()
     return folder
+
+
+class KilledInSave(Callback):
+    """Kills the process in the middle of a save."""
+
+    def on_save_begin(self, run: Run, folder: Path) -> None:
+        killed_after(6)
+
+
+def test_a_new_run_deletes_what_a_kill_left_of_the_first_save_of_an_older_one(tmp_path: Path) -> None:
+    def dies() -> None:
+        trainer(arguments(output_dir=tmp_path, save_every=2, resume="auto"), callbacks=[KilledInSave()]).fit()
+
+    with pytest.raises(ProcessFailedError, match="SIGKILL"):
+        run_forked(dies, num_processes=1, timeout=60)
+    (partial,) = tmp_path.glob("*/checkpoints/checkpoint-00000002.partial")
+    assert list(partial.iterdir())
+    lease = next(tmp_path.glob("*/lease-*.json"))
+    content = lease.read_text()
+    lease.write_text(json.dumps({**json.loads(content), "host": "another"}))  # where the program may be alive
+    assert fit(tmp_path, resume="auto") == 0
+    assert partial.exists()
+    (newer,) = {*tmp_path.iterdir()} - {partial.parents[1]}
+    shutil.rmtree(newer)
+    lease.write_text(content)
+    assert fit(tmp_path, resume="auto", train_dataset=points(41)) == 0
+    assert partial.exists()
+    assert fit(tmp_path, resume="auto") == 0
+    assert not partial.exists()
+    assert partial.parent.is_dir()
 
 
 @pytest.mark.parametrize(

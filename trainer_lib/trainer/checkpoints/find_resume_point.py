@@ -20,7 +20,7 @@ from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.logging import get_logger
 from trainer_lib.process_group import ProcessGroup
 from trainer_lib.runs import CHECKPOINTS, RUN_FILE, FoundRun, RunFolder, find_runs, new_run, read_run
-from trainer_lib.runs.run_lease import Lease
+from trainer_lib.runs.run_lease import Lease, is_leased
 
 _logger = get_logger(__name__)
 
@@ -204,6 +204,9 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerpri
         point = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
         notes += [_describe_rebuilt(found, unfinished[-1]), _describe_older(unfinished)]
     else:
+        for run in runs:
+            if run.newest_checkpoint() is None and not is_leased(run.path):
+                _delete_debris(run.path / CHECKPOINTS)  # of a first save that was killed: nothing resumes this run
         notes += [
             describe_other_runs(found, fingerprint, resume),
             _describe_runs_nearby(root, resume),
