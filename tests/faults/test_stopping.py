@@ -347,6 +347,13 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/checkpoints/*")) == []
 
 
+def test_a_request_to_one_process_after_the_last_checkpoint_ends_both(tmp_path: Path) -> None:
+    asks = Asks(20, [(signal.SIGUSR1, 0)], "on_fit_end")
+    assert lives(tmp_path, [None, asks], 2, max_steps=20) == [[138, "SIGUSR1", 20]] * 2
+    (run,) = tmp_path.glob("*/run.json")
+    assert '"status": "finished"' in run.read_text()
+
+
 @pytest.mark.slow
 def test_a_signal_to_the_group_leaves_the_workers_of_the_loader_alone(tmp_path: Path, whole: Any) -> None:
     class Group(Asks):
@@ -483,9 +490,10 @@ def test_outside_of_the_main_thread_a_warning_tells_that_nothing_is_caught(caplo
     assert "fit runs outside of the main thread, where signals cannot be caught: SIGTERM and SIGINT" in caplog.text
 
 
-def test_a_request_at_the_end_of_a_finished_run_ends_the_program_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["on_save_end", "on_fit_end"])
+def test_a_request_at_the_end_of_a_finished_run_ends_the_program_all_the_same(tmp_path: Path, event: str) -> None:
     model_trainer = trainer(
-        arguments(max_steps=2, output_dir=tmp_path), callbacks=[Asks(2, [(signal.SIGTERM, 0)], "on_save_end")]
+        arguments(max_steps=2, output_dir=tmp_path), callbacks=[Asks(2, [(signal.SIGTERM, 0)], event)]
     )
     with pytest.raises(Interrupted) as caught:
         model_trainer.fit()

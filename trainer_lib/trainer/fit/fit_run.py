@@ -98,7 +98,9 @@ def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -
             raise
         finally:
             session.close(status)
-    result, interruption = session.end.result(), session.owed.interruption
+        # After the last step nothing is left undone; but whoever sent a signal, also in on_fit_end, gets its exit code.
+        interruption = session.owed.interruption or session.end.agreed_interruption()
+    result = session.end.result()
     if interruption is not None and not is_interactive():
         session.end.leave_together()
         signals.hand_on()
