@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,6 +95,23 @@ def test_a_living_program_keeps_its_lease_and_a_killed_one_loses_it_at_once(tmp_
         assert lease_files(tmp_path) == ["lease-00000002.json"]
     assert lease_files(tmp_path) == []
     assert not is_leased(tmp_path)
+
+
+def test_a_clock_that_is_set_meanwhile_makes_no_living_program_look_dead(tmp_path: Path, start: Any) -> None:
+    """Linux tells when the machine started by the clock of now, so it tells another time once the clock is set."""
+    stat = Path("/proc/stat").read_text()
+    set_back = tmp_path / "stat"
+    set_back.write_text(re.sub(r"btime (\d+)", lambda match: f"btime {int(match[1]) - 3600}", stat))
+    program = ["sh", "-c", 'mount --bind "$0" /proc/stat && exec "$@"', str(set_back), sys.executable, "-c"]
+    asks = "import sys; from pathlib import Path; from trainer_lib.runs.run_lease import is_leased\n"
+    asks += "print(is_leased(Path(sys.argv[1])))"
+    start(HOLDS, tmp_path / "run")
+    told = subprocess.run(
+        ["unshare", "--mount", *program, asks, str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    if "mount" in told.stderr or "unshare" in told.stderr:
+        pytest.skip(f"nothing can be mounted here: {told.stderr.strip()}")
+    assert (told.stdout, told.stderr) == ("True\n", "")
 
 
 def test_a_program_that_was_killed_while_it_created_its_lease_leaves_no_file(tmp_path: Path) -> None:

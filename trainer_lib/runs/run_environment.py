@@ -55,7 +55,7 @@ def script_commit() -> str | None:
 
 def describe_process() -> dict[str, Any]:
     """Return the facts by which `is_alive` identifies this process."""
-    return {"pid": os.getpid(), "host": platform.node(), "began": _began()}
+    return {"pid": os.getpid(), "host": platform.node(), "boot": _boot(), "began": _began(os.getpid())}
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
@@ -64,10 +64,12 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 
     if process.get("host") != platform.node():
         return None
+    if process.get("boot") != _boot():
+        return False
     try:
         known = psutil.Process(int(process["pid"]))
         # Process ids are reused: it is the same process only if its start time matches.
-        is_same = abs(known.create_time() - float(process["began"])) < 1
+        is_same = abs(_began(known.pid) - float(process["began"])) < 1
         return is_same and known.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.AccessDenied:
         return None
@@ -75,15 +77,22 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
         return False
 
 
-def _began() -> float:
-    """Return when this process began, as psutil does, whose import takes longer than all other facts."""
+def _began(pid: int) -> float:
+    """Return when a process began: on Linux in seconds since the machine started, as clocks may be set meanwhile."""
     try:
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        return float(boot.split()[1]) + int(began_at("self")) / os.sysconf("SC_CLK_TCK")
-    except (OSError, StopIteration):  # not on Linux
+        return int(began_at(pid)) / os.sysconf("SC_CLK_TCK")
+    except OSError:  # not on Linux
         import psutil
 
-        return psutil.Process().create_time()
+        return psutil.Process(pid).create_time()
+
+
+def _boot() -> str | None:
+    """Return the machine's boot id, which differs between machines of the same name and between boots."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
 
 
 def _total_memory() -> int:

@@ -279,15 +279,7 @@ def _in_use(file: AnyPath, holder: dict[str, Any]) -> RunInUseError:
 
 
 def _this_process() -> dict[str, Any]:
-    return {**describe_process(), "boot": _boot(), "namespace": _namespace()}
-
-
-def _boot() -> str | None:
-    """Return the machine's boot id, which differs between machines of the same name and between boots."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
+    return {**describe_process(), "namespace": _namespace()}
 
 
 def _namespace() -> str | None:
