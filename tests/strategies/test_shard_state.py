@@ -170,6 +170,48 @@ def test_shards_are_taken_up_where_they_were() -> None:
     toy.assert_same(list(again.values()), list(once.values()), rtol=0)
 
 
+def _from_other_shards() -> Any:
+    """Load shards that are laid out otherwise than those of the model: each rank holds all of them."""
+    from torch.distributed.tensor import Replicate
+
+    run = _Run(True)
+    whole, _ = run.state()
+    shards, _ = run.state(whole=False)
+    otherwise = {
+        name: value.redistribute(placements=[Replicate()]) if hasattr(value, "redistribute") else value.clone()
+        for name, value in shards.items()
+    }
+    run.train(0, 1)
+    run.accelerator.strategy.load_model_state(run.network, otherwise)
+    return whole, run.end()
+
+
+def test_shards_of_another_layout_are_loaded() -> None:
+    (once, again), _ = run_world(_from_other_shards, (), 2, timeout=60)
+    toy.assert_same(list(again.values()), list(once.values()), rtol=0)
+
+
+def _factors(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.1)
+
+
+def _from_whole_factors() -> Any:
+    run = _Run(True, optimizer=_factors)
+    run.train(0, 2)
+    model, optimizer = copy.deepcopy(run.state())
+    run.train(2, 4)
+    once, again = run.end(), _Run(True, optimizer=_factors)
+    again.load(model, optimizer)
+    again.train(2, 4)
+    return once, again.end()
+
+
+def test_states_of_another_shape_than_their_weights_are_loaded() -> None:
+    """Adafactor keeps a row and a column for a matrix."""
+    (once, again), _ = run_world(_from_whole_factors, (), 2, timeout=60)
+    toy.assert_same(list(again.values()), list(once.values()), rtol=0)
+
+
 def _after_evaluation() -> list[bool]:
     """Load while a forward that nothing followed has left weights whole."""
     run = _Run(True, plugin={"reshard_after_forward": False})

@@ -178,7 +178,7 @@ def _holds_shards(values: Any) -> bool:
 
 
 def _copy_shard(target: Any, value: Any) -> None:
-    if not hasattr(value, "_local_tensor") or value.shape != target.shape:
+    if not hasattr(value, "_local_tensor"):
         target.copy_(value)
     elif (value.device_mesh, value.placements) == (target.device_mesh, target.placements):
         target._local_tensor.copy_(value._local_tensor)
