@@ -419,7 +419,7 @@ def test_an_ignored_signal_stays_ignored_and_the_banner_says_so(capsys: pytest.C
         assert ends_at(3, signal.SIGHUP).fit().status == "finished"
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert "at SIGTERM, SIGINT, SIGUSR1, not at SIGHUP (ignored by this process)" in capsys.readouterr().err
+    assert "on SIGTERM, SIGINT, SIGUSR1, not on SIGHUP (ignored by this process)" in capsys.readouterr().err
 
 
 def test_other_signals_on_request() -> None:

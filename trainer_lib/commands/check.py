@@ -48,7 +48,7 @@ def check_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "and data. Prints what was proved, and the time, memory, learning rate and files of the whole run. Nothing is "
         "left in the output folder."
     )
-    epilog = "All options of `trainer-lib launch` are understood. Exit codes: 0 passed, 1 something is wrong, 2 usage."
+    epilog = "Takes all options of `trainer-lib launch`. Exit codes: 0 passed, 1 a check failed, 2 wrong usage."
     usage = "trainer-lib check [--json] [options of launch] SCRIPT [options of the script]"
     parser = make_parser("check", description, subparsers, epilog=epilog, usage=usage)
     parser.add_argument(

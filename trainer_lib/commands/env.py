@@ -33,7 +33,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the command, which is added to `subparsers` if you give them."""
     description = "Print versions, devices, packages, configuration and variables, to paste into a report."
     parser = make_parser("env", description, subparsers)
-    add_option(parser, "config_file", help="the configuration to show (default: the one that counts)")
+    add_option(parser, "config_file", help="the configuration to show (default: the one that `launch` uses)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(func=env_command)
     return parser

@@ -185,10 +185,12 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")
     parser.add_argument("--dtypes", nargs="+", choices=list(_SHARES), default=list(_SHARES), help="default: all")
-    add_option(parser, "num_processes", type=count, default=1, help="devices of a training: with several, FSDP too")
+    add_option(
+        parser, "num_processes", type=count, default=1, help="devices to train on; with several, FSDP is listed too"
+    )
     add_option(parser, "batch_size", type=count, default=1, help="samples on each device (default: 1)")
-    add_option(parser, "sequence_length", type=count, default=512, help="tokens of a sample (default: 512)")
-    add_option(parser, "trust_remote_code", action="store_true", help="let code of the model on the Hub run")
+    add_option(parser, "sequence_length", type=count, default=512, help="tokens in a sample (default: 512)")
+    add_option(parser, "trust_remote_code", action="store_true", help="run the model's own code from the Hub")
     parser.set_defaults(func=estimate_command)
     return parser
 

@@ -51,7 +51,9 @@ def evaluate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "meanwhile, on other devices. Each checkpoint is evaluated once; its metrics are printed and added to "
         "RUN/evaluations.jsonl, which reports of the run show."
     )
-    epilog = "All options of `trainer-lib launch` are understood. RUN is the folder of a run, or of runs: the newest."
+    epilog = (
+        "Takes all options of `trainer-lib launch`. RUN is the folder of a run, or of several runs: then the newest."
+    )
     usage = "trainer-lib evaluate RUN [--watch] [options of launch] SCRIPT [options of the script]"
     parser = make_parser("evaluate", description, subparsers, epilog=epilog, usage=usage)
     parser.add_argument(

@@ -28,9 +28,9 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
         "Start the world that the configuration describes, and check in it: collectives, the order of data, gradient "
         "accumulation, a training compared with one process, saving and loading, evaluation."
     )
-    epilog = "All options of `trainer-lib launch` are understood, and override the configuration."
+    epilog = "Takes all options of `trainer-lib launch`; they override the configuration."
     parser = make_parser("test", description, subparsers, epilog=epilog)
-    add_option(parser, "config_file", help="the configuration (default: the one that counts)")
+    add_option(parser, "config_file", help="the configuration (default: the one that `launch` uses)")
     parser.set_defaults(func=test_command)
     return parser
 

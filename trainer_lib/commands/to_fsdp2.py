@@ -90,9 +90,9 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of the command, which is added to `subparsers` if you give them."""
     description = "Convert FSDP1's options in a configuration file to those of FSDP2."
     parser = make_parser("to-fsdp2", description, subparsers)
-    add_option(parser, "config_file", required=True, help="the file")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file that is written to")
-    add_option(parser, "output_file", help="where the result is written to; with --overwrite, by default the same file")
+    add_option(parser, "config_file", required=True, help="the file to convert")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
+    add_option(parser, "output_file", help="the file to write; with --overwrite, by default the input file")
     parser.set_defaults(func=to_fsdp2_command)
     return parser
 

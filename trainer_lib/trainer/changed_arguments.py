@@ -60,7 +60,7 @@ def take_changes(trainer: TrainerInterface) -> None:
     for name in _ONLY_AT_CONSTRUCTION:
         if name in changed:
             raise ConfigurationError(
-                f"{name} was {shown(before[name])} when the Trainer was made, which alone reads it, and is "
+                f"{name} is read only when a Trainer is made: it was {shown(before[name])} then, and is "
                 f"{shown(now[name])} now. Make another Trainer with TrainingArguments({name}={shown(now[name])})."
             )
     _prepare_again(trainer, changed)
@@ -89,8 +89,8 @@ def _prepare_again(trainer: TrainerInterface, changed: Collection[str]) -> None:
         switch = "gradient_checkpointing" if name == "gradient_checkpointing_every" else name
         if is_sharded or (name != _FREEZING and parts.arguments[switch] != defaults[switch]):
             raise ConfigurationError(
-                f"{name} was {shown(before)} when the model was prepared, and is {shown(now)} now, and a prepared "
-                "model cannot be changed back. Set trainer.model to another one, or make another Trainer with "
+                f"{name} was {shown(before)} when the model was prepared, and is {shown(now)} now: a prepared model "
+                "cannot be changed back. Set trainer.model to another one, or make another Trainer with "
                 f"TrainingArguments({name}={shown(now)}) and a model that is not prepared."
             )
     parts.models.unfreeze()

@@ -74,15 +74,15 @@ class Trainer(ToolMethods, PublishMethods):
         processing_class: A tokenizer or processor, which pads batches and is saved with the model.
         metrics: The metrics that evaluations compute batch by batch, by name; with several evaluation sets, you can
             give metrics for each set by its name.
-        train_metrics: The metrics of training batches, for the logs: means such as "accuracy", and functions of
-            predictions and labels.
+        train_metrics: Metrics of training batches to log: means such as "accuracy", and functions of predictions
+            and labels.
         compute_metrics: A function of all predictions and labels, as in Hugging Face's Trainer.
-        optimizer: An optimizer, its class, which gets the arguments, a function that makes one from parameters, or
-            several of these by name.
-        scheduler: A schedule, a function that makes one from an optimizer, or several of these by name.
+        optimizer: An optimizer, an optimizer class (`args` set its options), a function from parameters to an
+            optimizer, or several of these by name.
+        scheduler: A schedule, a function from an optimizer to a schedule, or several of these by name.
         callbacks: Callbacks in addition to the default ones. A callback replaces the default one of its class;
             callbacks of Hugging Face's Trainer are adapted.
-        accelerator: An accelerator to use in place of one that the trainer makes from the arguments.
+        accelerator: The `Accelerator` to use; by default the trainer makes one from the arguments.
 
     Example:
         >>> import torch
@@ -292,14 +292,14 @@ class Trainer(ToolMethods, PublishMethods):
         """Log a value: the next log shows its weighted mean over batches, steps and ranks.
 
         Call it from anywhere: `compute_loss`, a callback, a metric. Nothing is read from the device before the log.
-        In an evaluation or prediction, what `evaluation_step` and `compute_loss` log becomes a metric, `eval_name`: the
-        mean over all batches of the set.
+        In an evaluation or prediction, a value that `evaluation_step` or `compute_loss` logs becomes a metric,
+        `eval_name`: its mean over all batches of the set.
 
         Args:
             name: The name.
             value: A number, or a tensor of one.
-            weight: How often the value counts: the number of items that it is the mean of. By default once, and in an
-                evaluation once for each sample of the batch.
+            weight: The number of items that the value is the mean of; by default 1, and in an evaluation the number
+                of samples in the batch.
         """
         if name == "loss" and not self.parts.loss.has_own_step:
             raise ConfigurationError(
@@ -318,10 +318,10 @@ class Trainer(ToolMethods, PublishMethods):
     ) -> None:
         """Compute gradients, in a `training_step` that you override.
 
-        Zero them by `self.optimizers[name].zero_grad()`, which also forgets the weight; `model.zero_grad()` does not.
+        Zero them with `self.optimizers[name].zero_grad()`, which also resets the weight; `model.zero_grad()` does not.
 
         Args:
-            loss: With `weight`, the sum of the losses of that many items; without, a mean with weight 1.
+            loss: With `weight`, the sum of the losses of that many items; without it, a mean that has weight 1.
             weight: The number of items.
             optimizer: The optimizer that uses these gradients, by name, or several; by default all.
             is_mean: Whether the loss is the mean over `weight` items instead of their sum.
@@ -377,8 +377,8 @@ class Trainer(ToolMethods, PublishMethods):
     def training_step(self, model: Any, batch: Any) -> LossResult | None:
         """Compute the gradients of a batch. An override that steps optimizers itself returns `None` and logs itself.
 
-        The result has the model's outputs where an override or a callback can see them. Otherwise their memory is free
-        during the backward.
+        The result holds the model's outputs only if an override or a callback can read them; otherwise their memory
+        is freed before the backward.
         """
         loss, readers = self.parts.loss, self.events.outputs_readers
         is_overridden = getattr(self.training_step, "__func__", None) is not DEFAULTS["training_step"]
@@ -428,7 +428,7 @@ class Trainer(ToolMethods, PublishMethods):
 
         Args:
             optimizer: The optimizer.
-            total_steps: The number of updates of the run; `None` where it is not known.
+            total_steps: The number of updates of the run; `None` if unknown.
             name: The name of the optimizer, if there are several.
         """
         from trainer_lib.trainer import defaults

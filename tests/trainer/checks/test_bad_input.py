@@ -819,7 +819,7 @@ def test_an_error_of_the_model_itself_keeps_its_type_and_tells_shapes_and_types(
 
 def test_a_global_batch_that_the_processes_cannot_share_names_one_that_they_can() -> None:
     options = arguments(global_batch_size=32, per_device_train_batch_size=32)
-    words = "global_batch_size=32 is no multiple…32 × 2 processes = 64. Give 64 or another multiple"
+    words = "global_batch_size=32 is not a multiple…32 × 2 processes = 64. Give 64 or another multiple"
     refused(ConfigurationError, words, lambda: accumulation_steps(options, num_processes=2))
 
 
@@ -1023,7 +1023,7 @@ def test_fp16_on_a_cpu_is_scaled() -> None:
 
 def test_another_precision_in_the_same_process_is_refused_and_not_taken_over() -> None:
     first = trainer(mixed_precision="bf16")
-    refused(ConfigurationError, "None means 'no'…'bf16' already…free_memory()", trainer)
+    refused(ConfigurationError, "None means 'no'…already uses 'bf16'…free_memory()", trainer)
     first.accelerator.free_memory()
     assert trainer().accelerator.mixed_precision == "no"
 
@@ -1032,7 +1032,7 @@ def test_another_precision_in_the_same_process_is_refused_and_not_taken_over() -
 def test_settings_of_a_living_trainer_are_not_inherited(options: dict[str, Any]) -> None:
     first = trainer(**options)
     (name,) = options
-    refused(ConfigurationError, f"{name}=…leaves out what this process trains with already…free_memory()", trainer)
+    refused(ConfigurationError, f"{name}=…in this process was made with {name} already…free_memory()", trainer)
     assert trainer(**options).accelerator.distributed_type == first.accelerator.distributed_type
     first.accelerator.free_memory()
     state = trainer().accelerator.state

@@ -116,7 +116,7 @@ class Change(NamedTuple):
 
 
 _SAVES = {"output_dir": "runs", "save_every": 1, "save_in_background": False}
-_MADE = "which alone reads it"
+_MADE = "is read only when a Trainer is made"
 CHANGES: dict[str, Change] = {
     "output_dir": Change("runs"),
     "run_name": Change("second", _SAVES),
@@ -425,7 +425,7 @@ def test_callbacks_that_compare_tensors_follow_default_ones_that_are_replaced(tm
     [
         ("per_device_eval_batch_size", 0, "per_device_eval_batch_size must be"),
         ("per_device_eval_batchsize", 4, "Did you mean 'per_device_eval_batch_size'"),
-        ("mixed_precision", "bf16", "mixed_precision was None when the Trainer was made"),
+        ("mixed_precision", "bf16", "mixed_precision is read only when a Trainer is made: it was None"),
     ],
 )
 def test_evaluations_check_arguments_too(call: str, name: str, value: Any, message: str) -> None:

@@ -411,7 +411,7 @@ def test_a_tool_leaves_the_metrics_of_each_set() -> None:
         ("train_datset", points(8), "Did you mean 'train_dataset'"),
         ("optimizer", 7, "optimizer must be an Optimizer"),
         ("args", {"max_steps": 1}, "args must be trainer_lib.TrainingArguments"),
-        ("args", arguments(mixed_precision="bf16"), "mixed_precision was None when the Trainer was made"),
+        ("args", arguments(mixed_precision="bf16"), "mixed_precision is read only when a Trainer is made: it was None"),
         ("args.num_train_epochs", "many", "num_train_epochs must be a finite number above 0, got 'many'"),
         ("args.num_trian_epochs", 2, "Did you mean 'num_train_epochs'"),
         ("args.report_to", ["jsonl"], r"Make another Trainer with TrainingArguments\(report_to="),
@@ -452,8 +452,8 @@ def test_the_banner_says_what_will_happen(capsys: pytest.CaptureFixture[str], tm
         r"run line-",
         "Sequential, 74 parameters, all trained",
         "1 process on cpu, full precision",
-        "16 samples an update = 8 × 2 accumulated × 1 process",
-        "6 steps, 3 an epoch, 2 epochs",
+        "16 samples per update = 8 × 2 accumulated × 1 process",
+        "6 steps, 3 per epoch, 2 epochs",
         "AdamW, learning rate 0 first, 0.05 at most, 0.00732233 last, gradients clipped to a norm of 1",
         "cross_entropy, averaged over all targets of an update",
         "every epoch, best by eval_loss",
@@ -468,9 +468,9 @@ def test_one_epoch_is_not_a_plural(capsys: pytest.CaptureFixture[str]) -> None:
     line = trainer(arguments(num_train_epochs=1))
     result = line.fit()
     assert re.search(r"steps +5 in 1 epoch, ", str(result))
-    assert "5 steps, 5 an epoch, 1 epoch\n" in capsys.readouterr().err
+    assert "5 steps, 5 per epoch, 1 epoch\n" in capsys.readouterr().err
     assert " in 1 epoch, " in line.model_card()
-    assert "5 updates in all (1 epoch)" in str(trainer(arguments(num_train_epochs=1)).check())
+    assert "5 updates in total (1 epoch)" in str(trainer(arguments(num_train_epochs=1)).check())
 
 
 @pytest.mark.parametrize(

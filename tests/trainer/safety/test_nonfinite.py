@@ -453,7 +453,9 @@ def test_weights_that_an_update_made_infinite_are_named(policy: str) -> None:
     model_trainer = prepared(
         points=points(), learning_rate=1e38, max_grad_norm=None, on_nonfinite=policy, model=Sloped(1e3)
     )
-    with pytest.raises(NonFiniteError, match="an earlier update overflowed, of gradients that were finite") as raised:
+    with pytest.raises(
+        NonFiniteError, match="an earlier update overflowed although its gradients were finite"
+    ) as raised:
         model_trainer.fit()
     assert "In step 2 the loss is nan" in str(raised.value)
     assert "inner.0.weight" in str(raised.value)

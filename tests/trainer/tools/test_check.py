@@ -230,7 +230,7 @@ def test_a_run_that_a_time_ends_takes_no_longer() -> None:
     report = trainer(arguments(max_time="2 s", lr_scheduler="constant"), train_dataset=points(8000)).check()
     assert (report.steps, report.passed) == (None, True)
     assert report.seconds["total"] == 2.0
-    assert "; about 2 s in all" in str(report)
+    assert "; about 2 s in total" in str(report)
 
 
 def test_a_curve_without_a_known_length_is_empty() -> None:

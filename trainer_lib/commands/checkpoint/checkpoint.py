@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="trainer-lib checkpoint",
-        description="Look after checkpoints.",
+        description="List, verify, inspect, prune, consolidate and convert checkpoints.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,14 +39,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add(verbs, "list", _list, "list checkpoints: step, size, age, metrics, why each is kept")
     verify = _add(verbs, "verify", _verify, "read every byte of the newest checkpoint, and name what is damaged")
-    verify.add_argument("--all", action="store_true", help="of all checkpoints")
+    verify.add_argument("--all", action="store_true", help="verify all checkpoints, not only the newest")
     _add(verbs, "inspect", _inspect, "show the contents of a checkpoint (or of the newest)")
     prune = _add(verbs, "prune", _prune, "delete old checkpoints; never the newest, the best, or the last whole one")
     prune.add_argument("--keep-last", type=count, required=True, metavar="N", help="how many of the newest to keep")
-    prune.add_argument("--damaged", action="store_true", help="also delete those set aside as damaged")
-    consolidate = _add(verbs, "consolidate", _consolidate, "write the whole weights to a folder")
+    prune.add_argument("--damaged", action="store_true", help="also delete checkpoints that were renamed as damaged")
+    consolidate = _add(verbs, "consolidate", _consolidate, "write the unsharded weights to a folder")
     consolidate.add_argument("target", metavar="TARGET", type=_path, help="the folder to write to")
-    consolidate.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)")
+    consolidate.add_argument(
+        "--max-shard-size", default="10GB", metavar="SIZE", help="the largest size of a file (default: 10GB)"
+    )
     convert.add_options(
         _add(verbs, "convert", convert.convert, "convert a checkpoint from or to Hugging Face's Trainer or Accelerate")
     )
@@ -67,7 +69,7 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, aliases=aliases, help=what, description=f"{what[0].upper()}{what[1:]}.")
     parser.add_argument("folder", metavar="DIR", type=_path)
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(verb=verb)
     return parser
 

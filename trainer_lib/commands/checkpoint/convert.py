@@ -29,9 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="write for another library: accelerate, transformers, or megatron (default: for this one)",
     )
     parser.add_argument("--overwrite", action="store_true", help="with --to, replace TARGET if it exists")
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="with --to, read what the checkpoint has as pickles"
-    )
+    parser.add_argument("--allow-pickle", action="store_true", help="with --to, read pickles in the checkpoint")
     for name, kind in (("--tensor-parallel", "tensor"), ("--pipeline-parallel", "pipeline")):
         parser.add_argument(name, type=count, metavar="N", help=f"with --to megatron, for N {kind} parallel ranks")
     parser.add_argument(
@@ -43,9 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=count,
         metavar="N",
-        help="of a checkpoint of Megatron-LM, the vocabulary without padding",
+        help="for a checkpoint of Megatron-LM, the vocabulary without padding",
     )
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="of one file (default: 10GB)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="the largest size of a file (default: 10GB)")
 
 
 def convert(options: argparse.Namespace) -> int:

@@ -20,7 +20,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="leave out weights that are not trained",
     )
     parser.add_argument(
-        "--max-shard-size", "--max_shard_size", default="10GB", metavar="SIZE", help="of one file (default: 10GB)"
+        "--max-shard-size",
+        "--max_shard_size",
+        default="10GB",
+        metavar="SIZE",
+        help="the largest size of a file (default: 10GB)",
     )
 
 

@@ -34,25 +34,25 @@ def plan_command_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="a script, a folder with a config.json, such a file, or a name on the Hugging Face Hub"
     )
-    parser.add_argument("--world", type=count, help="the number of ranks; of a script's mesh unless given")
+    parser.add_argument("--world", type=count, help="the number of ranks (default: that of a script's mesh)")
     for name, help_text in _SIZES_HELP.items():
         add_option(parser, name, type=count, help=f"{help_text} (default: 1)")
-    add_option(parser, "dp_replicate", type=count, help="copies of the model (default: what is left of the world)")
+    add_option(parser, "dp_replicate", type=count, help="copies of the model (default: world / the other sizes)")
     add_option(
         parser,
         "memory",
         type=option_type(convert_file_size_to_int),
-        help="memory of a device, such as 80GB: suggest a mesh",
+        help="suggest a mesh for devices with this memory, such as 80GB",
     )
     precisions = ["no", "bf16", "bf16-true", "fp16"]
     names = ("--mixed_precision", "--mixed-precision", "--precision")
     parser.add_argument(*names, choices=precisions, help="default: bf16, or the script's")
-    add_option(parser, "batch_size", type=count, help="samples of a micro-batch of a replica (default: 1)")
-    add_option(parser, "sequence_length", type=count, help="tokens of a sample (default: 512, or the script's)")
+    add_option(parser, "batch_size", type=count, help="samples in a micro-batch of one replica (default: 1)")
+    add_option(parser, "sequence_length", type=count, help="tokens in a sample (default: 512, or the script's)")
     names = ("--gradient_accumulation_steps", "--gradient-accumulation-steps", "--micro_batches", "--micro-batches")
-    parser.add_argument(*names, type=count, help="micro-batches of an optimizer step (default: 1)")
-    add_option(parser, "schedule", choices=[*SINGLE, *LOOPED], help="of a pipeline (default: 1F1B)")
-    add_option(parser, "stages_per_rank", type=count, help="stages of a pipeline that each rank holds")
+    parser.add_argument(*names, type=count, help="micro-batches per optimizer step (default: 1)")
+    add_option(parser, "schedule", choices=[*SINGLE, *LOOPED], help="the pipeline schedule (default: 1F1B)")
+    add_option(parser, "stages_per_rank", type=count, help="pipeline stages on each rank")
     add_option(
         parser, "cp_comm_strategy", choices=["allgather", "ring"], help="how cp exchanges keys (default: allgather)"
     )
@@ -60,11 +60,13 @@ def plan_command_parser() -> argparse.ArgumentParser:
     add_option(parser, "cpu_offload", action="store_true", help="FSDP2 keeps shards in CPU memory")
     for name, help_text in _LEVERS.items():
         add_option(parser, name, action="store_true", help=help_text)
-    add_option(parser, "gradient_checkpointing_every", type=count, help="recompute those of every n-th block only")
+    add_option(
+        parser, "gradient_checkpointing_every", type=count, help="recompute activations of every n-th block only"
+    )
     add_option(parser, "gradient_checkpointing_policy", help="as in TrainingArguments")
-    add_option(parser, "with_weights", action="store_true", help="let a script's models have real weights")
+    add_option(parser, "with_weights", action="store_true", help="give a script's models real weights")
     add_option(parser, "library_name", choices=["timm", "transformers"], help="default: transformers")
-    add_option(parser, "trust_remote_code", action="store_true", help="let code of the model on the Hub run")
+    add_option(parser, "trust_remote_code", action="store_true", help="run the model's own code from the Hub")
     return parser
 
 

@@ -68,8 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--charts", metavar="DIR", type=Path, help="write each chart into a file of its own, for papers"
     )
-    parser.add_argument("--format", choices=["svg", "png", "pdf"], default="svg", help="of --charts (default: svg)")
-    parser.add_argument("--port", type=int, metavar="N", help="where --live serves it (default: a free one)")
+    parser.add_argument(
+        "--format", choices=["svg", "png", "pdf"], default="svg", help="the format of --charts (default: svg)"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="the port of --live (default: a free one)")
     return parser
 
 

@@ -52,17 +52,17 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="trainer-lib runs",
-        description="List runs: how each stands, how far it is, and how well it does.",
+        description="List runs with their status, progress and metrics.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", nargs="?", default=".", metavar="DIR", type=_path)
     parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with search and links to the reports")
     parser.add_argument("--live", action="store_true", help="serve that page on this machine, with live reports")
     parser.add_argument("--open", action="store_true", help="with --live: open it in a browser")
-    parser.add_argument("--port", type=int, metavar="N", help="where --live serves it (default: a free one)")
+    parser.add_argument("--port", type=int, metavar="N", help="the port of --live (default: a free one)")
     return parser
 
 

@@ -11,9 +11,9 @@ from trainer_lib.tracking.delivery.replay import SpooledRun, find, send
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code: 1 if something could not be sent."""
-    parser = Parser(prog="trainer-lib track", description="Send what trackers did not accept.")
+    parser = Parser(prog="trainer-lib track", description="Resend values that trackers did not accept.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    replay = actions.add_parser("replay", help="send what trackers did not accept")
+    replay = actions.add_parser("replay", help="resend values that trackers did not accept")
     replay.add_argument("place", metavar="RUN", help="the folder of a run, its spool, or a file in it")
     replay.add_argument("--tracker", metavar="NAME", help="only the entries of this tracker")
     replay.add_argument("--dry-run", action="store_true", help="list the entries, and send nothing")

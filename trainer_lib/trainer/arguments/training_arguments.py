@@ -58,9 +58,9 @@ class TrainingArguments(ArgumentsBase):
     """All settings of a run that can be written as text or numbers, checked when you create it.
 
     Amounts of training are texts with a unit: "500 steps", "1 epoch", "100k samples", "10 minutes"; a bare number means
-    optimizer steps. Arguments with the same meaning as in Hugging Face's Trainer have the same names; for the others
-    the error says what to give instead. Values are stored in the form in which files hold them: paths and intervals as
-    texts, numbers as Python numbers.
+    optimizer steps. Arguments with the same meaning as in Hugging Face's Trainer have the same names; for each other
+    one, an error names the argument to use instead. Values are stored as files hold them: paths and intervals as texts,
+    numbers as Python numbers.
 
     Example:
         >>> args = TrainingArguments(max_steps=1000, warmup="5%", eval_every="200 steps")
@@ -75,7 +75,7 @@ class TrainingArguments(ArgumentsBase):
     output_dir: os.PathLike[str] | str | None = setting(
         RUN,
         None,
-        "The folder in which each run gets a folder of its own, as a path or a URL such as `s3://bucket/runs`; "
+        "The folder in which each run creates its own subfolder: a path, or a URL such as `s3://bucket/runs`; "
         "`None` writes nothing.",
         check=checks.folder,
         on_resume=OnResume.SILENT,
@@ -111,8 +111,8 @@ class TrainingArguments(ArgumentsBase):
     num_train_epochs: float | None = setting(
         LENGTH,
         None,
-        "Epochs to train, fractions allowed; the run ends at the first limit reached of this, `max_steps`, "
-        "`max_tokens` and `max_time`, and after 3 epochs without any of them.",
+        "Epochs to train, fractions allowed. The run ends at the first limit reached of this, `max_steps`, "
+        "`max_tokens` and `max_time`; with none of them, after 3 epochs.",
         check=checks.number(above=0, hint=_NO_LIMIT),
     )
     max_steps: int | None = setting(
@@ -124,8 +124,8 @@ class TrainingArguments(ArgumentsBase):
     max_tokens: int | str | None = setting(
         LENGTH,
         None,
-        'Tokens after which the run ends, a number or a text such as "10B": the `input_ids` of all ranks without '
-        "the padding that `attention_mask` marks; `None` sets no limit.",
+        'Tokens after which the run ends, a number or a text such as "10B". Counted are the `input_ids` of all ranks, '
+        "without the padding that `attention_mask` marks; `None` sets no limit.",
         check=checks.tokens,
     )
     max_time: float | timedelta | str | None = setting(
@@ -138,16 +138,16 @@ class TrainingArguments(ArgumentsBase):
     deadline: str | float | datetime | None = setting(
         LENGTH,
         "auto",
-        "The time by which the program must have ended, last checkpoint included: a date and time "
+        "The time by which the program must have ended, including its last checkpoint: a date and time "
         '("2030-01-31T18:00"), seconds since 1970, or "auto" for the end of the SLURM job, if there is one. The '
-        "run saves, exits with code 75, and resumes from there; `None` sets no deadline.",
+        "run saves in time, exits with code 75, and can be resumed; `None` sets no deadline.",
         check=checks.moment,
         on_resume=OnResume.SILENT,
     )
     stop_signals: Sequence[str] = setting(
         LENGTH,
         STOP_SIGNALS,
-        "The signals, by name, at which the run saves and ends.",
+        "The signals, by name, on which the run saves a checkpoint and ends.",
         check=checks.signals,
         on_resume=OnResume.SILENT,
     )
@@ -174,7 +174,7 @@ class TrainingArguments(ArgumentsBase):
     global_batch_size: int | None = setting(
         BATCHES,
         None,
-        "Samples of all ranks in one optimizer step, from which the accumulation steps follow; `None` uses "
+        "Samples in one optimizer step, over all ranks; the accumulation steps follow from it. `None` uses "
         "`gradient_accumulation_steps`.",
         check=checks.whole(),
     )
@@ -185,7 +185,7 @@ class TrainingArguments(ArgumentsBase):
     optimizer: str = setting(
         OPTIMIZER,
         "adamw",
-        'The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw", '
+        'The optimizer: "adamw", "sgd" or another optimizer of torch in lower case, "muon", "galore_adamw", '
         '"apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit", '
         '"schedule_free_adamw"), or a dotted path.',
         check=checks.optimizer_name,
@@ -203,8 +203,8 @@ class TrainingArguments(ArgumentsBase):
     parameter_groups: "Sequence[trainer_lib.ParameterGroup]" = setting(
         OPTIMIZER,
         [],
-        "A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns of their "
-        "names.",
+        "A list of `ParameterGroup`: learning rate, weight decay or freezing for the parameters whose names match a "
+        "pattern.",
         check=checks.parameter_groups,
     )
     lr_scheduler: str = setting(
@@ -218,7 +218,7 @@ class TrainingArguments(ArgumentsBase):
     warmup: int | float | str | None = setting(
         OPTIMIZER,
         None,
-        'Steps in which the learning rate rises from 0, as a number ("100 steps" or 100) or a fraction of all '
+        'Steps over which the learning rate rises from 0: a number ("100 steps" or 100) or a fraction of all '
         'steps (0.05 or "5%"); `None` means no warm-up.',
         check=checks.warmup,
     )
@@ -256,14 +256,14 @@ class TrainingArguments(ArgumentsBase):
     gradient_checkpointing_every: int = setting(
         DEVICES,
         1,
-        "With `gradient_checkpointing`, recompute the activations of every n-th block only: less memory is saved, and "
-        "less is computed twice.",
+        "With `gradient_checkpointing`, recompute the activations of every n-th block only, which saves less memory "
+        "and computes less twice.",
         check=checks.whole(),
     )
     gradient_checkpointing_policy: Sequence[str] | str | None = setting(
         DEVICES,
         None,
-        "With `gradient_checkpointing`, the operations that keep their outputs instead of being computed again: "
+        "With `gradient_checkpointing`, the operations whose outputs are kept instead of recomputed: "
         '"matmul" (matrix products with weights, and fused attention), "attention", or a list of names such as '
         '["aten.mm"]; `None` keeps none.',
         check=checks.recompute_policy,
@@ -271,25 +271,25 @@ class TrainingArguments(ArgumentsBase):
     activation_offload: bool = setting(
         DEVICES,
         False,
-        "Keep the activations of blocks in host memory until the backward; with `gradient_checkpointing`, what they "
-        "are computed from again.",
+        "Keep the activations of blocks in host memory until the backward; with `gradient_checkpointing`, the inputs "
+        "that they are recomputed from.",
     )
     optimizer_in_backward: bool = setting(
         DEVICES,
         False,
-        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient; without "
-        "accumulation and clipping, on one device, with FSDP2, or with `tp_size` alone.",
+        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient. Works on "
+        "one device, with FSDP2, or with `tp_size` alone, without accumulation and clipping.",
     )
     chunked_cross_entropy: bool = setting(
         DEVICES,
         False,
-        "Compute the loss of a causal language model of transformers for 512 tokens at a time, so that its logits are "
-        "never whole in memory; the numbers stay the same.",
+        "Compute the loss of a causal language model of transformers for 512 tokens at a time, so that all its logits "
+        "are never in memory at once; the results stay the same.",
     )
     use_liger_kernel: bool = setting(
         DEVICES,
         False,
-        "Replace layers of a model of transformers by Liger's kernels, on GPUs (`pip install liger-kernel`).",
+        "Replace layers of a transformers model by Liger's kernels, on GPUs (`pip install liger-kernel`).",
     )
     device_map: Mapping[str, int | str] | str | None = setting(
         DEVICES,
@@ -301,11 +301,12 @@ class TrainingArguments(ArgumentsBase):
     max_memory: Mapping[int | str, int | str] | None = setting(
         DEVICES,
         None,
-        'With `device_map` by a name: how much of each device the model may use, such as {0: "10GB", "cpu": "30GB"}.',
+        'With a named `device_map` such as "auto": the memory of each device that the model may use, such as '
+        '{0: "10GB", "cpu": "30GB"}.',
         check=checks.memory_limits,
     )
     offload_folder: os.PathLike[str] | str | None = setting(
-        DEVICES, None, "With `device_map`: the folder for weights that are kept on the disk.", check=checks.path
+        DEVICES, None, "With `device_map`: the folder for weights that are offloaded to disk.", check=checks.path
     )
     fsdp: FlagOrPlugin | None = setting(
         DEVICES, None, "Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.", check=checks.sharding
@@ -326,7 +327,7 @@ class TrainingArguments(ArgumentsBase):
     local_sgd_steps: int | None = setting(
         DEVICES,
         None,
-        "Optimizer steps that each rank makes by itself, without reducing gradients, before the ranks average their "
+        "Optimizer steps that each rank takes alone, without reducing gradients, before the ranks average their "
         "weights; `None` reduces gradients in each step.",
         check=checks.whole(hint=" To reduce gradients in each step, leave it out."),
     )
@@ -350,7 +351,9 @@ class TrainingArguments(ArgumentsBase):
         DEVICES, None, "Whether accelerators may multiply in TF32; `None` keeps torch's setting."
     )
     deterministic: bool = setting(DEVICES, False, "Use only algorithms that return the same result every time.")
-    detect_anomaly: bool = setting(DEVICES, False, "Name the operation whose gradient is NaN; this is slow.")
+    detect_anomaly: bool = setting(
+        DEVICES, False, "Find the operation whose gradient is NaN (torch's anomaly detection); slow."
+    )
     gc_every: Interval | None = setting(
         DEVICES,
         None,
@@ -364,13 +367,13 @@ class TrainingArguments(ArgumentsBase):
         CHECKPOINTS,
         None,
         'How often to evaluate, or "never"; `None` evaluates each epoch if there is an evaluation set. For '
-        'several sets a mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.',
+        'several sets, a mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.',
         check=checks.intervals,
     )
     eval_delay: int | str | Every | None = setting(
         CHECKPOINTS,
         None,
-        'Training before the first scheduled evaluation, such as "2 epochs"; `None` means no delay.',
+        'How long to train before the first scheduled evaluation, such as "2 epochs"; `None` means no delay.',
         check=checks.counted_amount,
     )
     eval_on_start: bool = setting(CHECKPOINTS, False, "Evaluate before the first step too.")
@@ -392,15 +395,15 @@ class TrainingArguments(ArgumentsBase):
     on_exception: Literal["save", "raise"] = setting(
         CHECKPOINTS,
         "save",
-        'What to do when an error ends the run between two updates, such as one that the dataset raises: "save" '
-        "writes a checkpoint of the state after the last update (with an `output_dir`; on several ranks if all of "
-        'them raise), "raise" writes none.',
+        'What to do when an error, such as one in the dataset, ends the run between two updates: "save" writes a '
+        "checkpoint of the state after the last update (if `output_dir` is set; on several ranks, if all of them "
+        'raise), "raise" writes none.',
     )
     on_nonfinite: Literal["raise", "skip", "rewind"] = setting(
         CHECKPOINTS,
         "raise",
         'What to do when a loss or gradient is NaN or Inf, which never changes a weight: "raise" ends the run, '
-        '"skip" skips the update, "rewind" loads the last checkpoint and skips the update then.',
+        '"skip" skips the update, "rewind" loads the last checkpoint and skips this update when it comes again.',
     )
     max_nonfinite: int = setting(
         CHECKPOINTS,
@@ -468,7 +471,8 @@ class TrainingArguments(ArgumentsBase):
     pin_memory: bool | None = setting(
         DATA,
         None,
-        "Load into page-locked memory, from which accelerators copy faster; `None` does so if there is an accelerator.",
+        "Load batches into page-locked memory, from which accelerators copy faster; `None` does so if there is an "
+        "accelerator.",
     )
     prefetch_factor: int | None = setting(
         DATA,
@@ -481,14 +485,14 @@ class TrainingArguments(ArgumentsBase):
     seed_each_sample: bool = setting(
         DATA,
         False,
-        "Seed the random generators before each sample from seed, epoch and index (about 7 µs per sample), so "
-        "that a dataset which draws random numbers in workers also resumes bit for bit.",
+        "Seed the random generators before each sample from seed, epoch and index (about 7 µs per sample). A dataset "
+        "that draws random numbers in workers then resumes bit for bit too.",
     )
     low_memory_shuffle: bool = setting(
         DATA,
         False,
-        "Compute the order of an epoch from seed and epoch instead of listing it, for datasets of so many samples that "
-        "their permutation does not fit into memory. By default the order is that of Hugging Face's Trainer.",
+        "Compute the order of an epoch from seed and epoch instead of storing it, for datasets with so many samples "
+        "that a permutation does not fit into memory. By default the order is that of Hugging Face's Trainer.",
         on_resume=OnResume.KEPT,
     )
     drop_last: bool = setting(DATA, False, "Drop the last batch of an epoch if it is not full.")
@@ -499,7 +503,7 @@ class TrainingArguments(ArgumentsBase):
         DATA,
         False,
         "Drop the columns of a dataset that the model's `forward` does not take; False raises an error for them. "
-        "True for arguments of Hugging Face's Trainer, unless they set it.",
+        "Arguments converted from Hugging Face's Trainer set it to True, unless they say otherwise.",
     )
     length_column: str = setting(
         DATA, "length", "The column of the dataset that holds the lengths, if there is one.", on_resume=OnResume.REFUSED
@@ -548,7 +552,7 @@ class TrainingArguments(ArgumentsBase):
     overfit_batches: int | None = setting(
         DEBUGGING,
         None,
-        "Train and evaluate on this many first batches only, in a fixed order; `None` uses all.",
+        "Train and evaluate on the first n batches only, in a fixed order; `None` uses all.",
         check=checks.whole(hint=" Give a number of batches."),
         on_resume=OnResume.REFUSED,
     )
@@ -564,7 +568,8 @@ class TrainingArguments(ArgumentsBase):
     predict_with_generate: bool = setting(
         GENERATION,
         False,
-        "Call the model's `generate` in evaluations and predictions. Samples are read in the order of their lengths.",
+        "Call the model's `generate` in evaluations and predictions, which then read samples in the order of their "
+        "lengths.",
     )
     generation_kwargs: dict[str, Any] = setting(
         GENERATION,

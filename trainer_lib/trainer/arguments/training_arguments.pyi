@@ -33,13 +33,13 @@ class TrainingArguments(ArgumentsBase):
     """All settings of a run that can be written as text or numbers, checked when you create it.
 
     Amounts of training are texts with a unit: "500 steps", "1 epoch", "100k samples", "10 minutes"; a bare number means
-    optimizer steps. Arguments with the same meaning as in Hugging Face's Trainer have the same names; for the others
-    the error says what to give instead. Values are stored in the form in which files hold them: paths and intervals as
-    texts, numbers as Python numbers.
+    optimizer steps. Arguments with the same meaning as in Hugging Face's Trainer have the same names; for each other
+    one, an error names the argument to use instead. Values are stored as files hold them: paths and intervals as texts,
+    numbers as Python numbers.
 
     Args:
-        output_dir: The folder in which each run gets a folder of its own, as a path or a URL such as
-            `s3://bucket/runs`; `None` writes nothing.
+        output_dir: The folder in which each run creates its own subfolder: a path, or a URL such as `s3://bucket/runs`;
+            `None` writes nothing.
         run_name: A display name for the run.
         resume: Which run to resume: "never" starts a new one, "auto" resumes the newest unfinished run in `output_dir`,
             "extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes that
@@ -47,37 +47,37 @@ class TrainingArguments(ArgumentsBase):
         seed: The seed for weights, dropout and the order of the data; `None` seeds nothing.
         data_seed: The seed for the order of the data alone; `None` uses `seed`.
 
-        num_train_epochs: Epochs to train, fractions allowed; the run ends at the first limit reached of this,
-            `max_steps`, `max_tokens` and `max_time`, and after 3 epochs without any of them.
+        num_train_epochs: Epochs to train, fractions allowed. The run ends at the first limit reached of this,
+            `max_steps`, `max_tokens` and `max_time`; with none of them, after 3 epochs.
         max_steps: Optimizer steps after which the run ends; `None` sets no limit.
-        max_tokens: Tokens after which the run ends, a number or a text such as "10B": the `input_ids` of all ranks
-            without the padding that `attention_mask` marks; `None` sets no limit.
+        max_tokens: Tokens after which the run ends, a number or a text such as "10B". Counted are the `input_ids` of
+            all ranks, without the padding that `attention_mask` marks; `None` sets no limit.
         max_time: Training time after which the run ends, summed over restarts: "90 minutes", "1-12:00:00", seconds or a
             `timedelta`; `None` sets no limit.
-        deadline: The time by which the program must have ended, last checkpoint included: a date and time
+        deadline: The time by which the program must have ended, including its last checkpoint: a date and time
             ("2030-01-31T18:00"), seconds since 1970, or "auto" for the end of the SLURM job, if there is one. The run
-            saves, exits with code 75, and resumes from there; `None` sets no deadline.
-        stop_signals: The signals, by name, at which the run saves and ends.
+            saves in time, exits with code 75, and can be resumed; `None` sets no deadline.
+        stop_signals: The signals, by name, on which the run saves a checkpoint and ends.
 
         per_device_train_batch_size: Samples in the micro-batch of a rank. "auto" takes 64 (or a divisor of
             `global_batch_size`) and splits a micro-batch that does not fit into memory; the updates stay the same.
         per_device_eval_batch_size: Samples in an evaluation batch of a rank; `None` uses the training batch size.
         gradient_accumulation_steps: Micro-batches that a rank accumulates for one optimizer step; `None` means 1.
-        global_batch_size: Samples of all ranks in one optimizer step, from which the accumulation steps follow; `None`
+        global_batch_size: Samples in one optimizer step, over all ranks; the accumulation steps follow from it. `None`
             uses `gradient_accumulation_steps`.
 
         learning_rate: The learning rate at the end of the warm-up.
-        optimizer: The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon",
-            "galore_adamw", "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree
-            ("adamw_8bit", "schedule_free_adamw"), or a dotted path.
+        optimizer: The optimizer: "adamw", "sgd" or another optimizer of torch in lower case, "muon", "galore_adamw",
+            "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit",
+            "schedule_free_adamw"), or a dotted path.
         optimizer_kwargs: Further arguments of the optimizer, such as {"betas": [0.9, 0.95]}.
         weight_decay: The weight decay for all parameters except norms, biases and vectors.
-        parameter_groups: A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns
-            of their names.
+        parameter_groups: A list of `ParameterGroup`: learning rate, weight decay or freezing for the parameters whose
+            names match a pattern.
         lr_scheduler: The learning rate schedule: "linear", "cosine", "wsd", "constant", "plateau" or another name, or a
             dotted path.
         lr_scheduler_kwargs: Further arguments of the schedule.
-        warmup: Steps in which the learning rate rises from 0, as a number ("100 steps" or 100) or a fraction of all
+        warmup: Steps over which the learning rate rises from 0: a number ("100 steps" or 100) or a fraction of all
             steps (0.05 or "5%"); `None` means no warm-up.
         schedule_steps: Optimizer steps over which the schedule runs; `None` uses the length of the run.
         max_grad_norm: The norm to which gradients are clipped; `None` does not clip.
@@ -87,30 +87,30 @@ class TrainingArguments(ArgumentsBase):
         fp8: Options of `mixed_precision="fp8"`, as `AORecipeKwargs`: which layers, and how.
         compile: Compile the model with torch.compile: True, the name of a backend, or a `TorchDynamoPlugin`.
         gradient_checkpointing: Recompute activations in the backward pass instead of storing them.
-        gradient_checkpointing_every: With `gradient_checkpointing`, recompute the activations of every n-th block only:
-            less memory is saved, and less is computed twice.
-        gradient_checkpointing_policy: With `gradient_checkpointing`, the operations that keep their outputs instead of
-            being computed again: "matmul" (matrix products with weights, and fused attention), "attention", or a list
-            of names such as ["aten.mm"]; `None` keeps none.
+        gradient_checkpointing_every: With `gradient_checkpointing`, recompute the activations of every n-th block only,
+            which saves less memory and computes less twice.
+        gradient_checkpointing_policy: With `gradient_checkpointing`, the operations whose outputs are kept instead of
+            recomputed: "matmul" (matrix products with weights, and fused attention), "attention", or a list of names
+            such as ["aten.mm"]; `None` keeps none.
         activation_offload: Keep the activations of blocks in host memory until the backward; with
-            `gradient_checkpointing`, what they are computed from again.
+            `gradient_checkpointing`, the inputs that they are recomputed from.
         optimizer_in_backward: Update each parameter in the backward, as soon as its gradient is complete, and free the
-            gradient; without accumulation and clipping, on one device, with FSDP2, or with `tp_size` alone.
+            gradient. Works on one device, with FSDP2, or with `tp_size` alone, without accumulation and clipping.
         chunked_cross_entropy: Compute the loss of a causal language model of transformers for 512 tokens at a time, so
-            that its logits are never whole in memory; the numbers stay the same.
-        use_liger_kernel: Replace layers of a model of transformers by Liger's kernels, on GPUs (`pip install
+            that all its logits are never in memory at once; the results stay the same.
+        use_liger_kernel: Replace layers of a transformers model by Liger's kernels, on GPUs (`pip install
             liger-kernel`).
         device_map: Spread the model over the devices of one process, to evaluate and predict with it: "auto",
             "balanced", "balanced_low_0" or "sequential", or the device of each module by name.
-        max_memory: With `device_map` by a name: how much of each device the model may use, such as {0: "10GB", "cpu":
-            "30GB"}.
-        offload_folder: With `device_map`: the folder for weights that are kept on the disk.
+        max_memory: With a named `device_map` such as "auto": the memory of each device that the model may use, such as
+            {0: "10GB", "cpu": "30GB"}.
+        offload_folder: With `device_map`: the folder for weights that are offloaded to disk.
         fsdp: Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`.
         deepspeed: Shard the model with DeepSpeed's ZeRO: the path of its JSON file, the values as a dict, or a
             `DeepSpeedPlugin`. Arguments fill the values that are "auto".
         parallelism: A `ParallelismConfig`: how many ranks replicate the model and how many share one copy.
         ddp: Options of DDP, as `DistributedDataParallelKwargs`.
-        local_sgd_steps: Optimizer steps that each rank makes by itself, without reducing gradients, before the ranks
+        local_sgd_steps: Optimizer steps that each rank takes alone, without reducing gradients, before the ranks
             average their weights; `None` reduces gradients in each step.
         outer_learning_rate: With `local_sgd_steps`: the learning rate of an outer step of SGD with Nesterov momentum on
             the averages (DiLoCo), such as 0.7; `None` takes the averages as they are.
@@ -118,24 +118,24 @@ class TrainingArguments(ArgumentsBase):
         sync_batchnorm: Compute BatchNorm's statistics over the batches of all ranks (SyncBatchNorm).
         tf32: Whether accelerators may multiply in TF32; `None` keeps torch's setting.
         deterministic: Use only algorithms that return the same result every time.
-        detect_anomaly: Name the operation whose gradient is NaN; this is slow.
+        detect_anomaly: Find the operation whose gradient is NaN (torch's anomaly detection); slow.
         gc_every: How often Python's garbage collector runs, on all ranks at once; `None` leaves it to Python.
         use_cpu: Train on the CPU even if an accelerator is available.
 
         log_every: How often to log, or "never".
         eval_every: How often to evaluate, or "never"; `None` evaluates each epoch if there is an evaluation set. For
-            several sets a mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
-        eval_delay: Training before the first scheduled evaluation, such as "2 epochs"; `None` means no delay.
+            several sets, a mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
+        eval_delay: How long to train before the first scheduled evaluation, such as "2 epochs"; `None` means no delay.
         eval_on_start: Evaluate before the first step too.
         save_every: How often to save a checkpoint, or "never"; `None` saves each epoch if there is an `output_dir`.
         save_in_background: Write checkpoints in a thread, from a copy in host memory, while training continues.
         on_save_error: What to do when a checkpoint cannot be written: "continue" warns, and saves again when the next
             checkpoint is due; "raise" ends the run.
-        on_exception: What to do when an error ends the run between two updates, such as one that the dataset raises:
-            "save" writes a checkpoint of the state after the last update (with an `output_dir`; on several ranks if all
-            of them raise), "raise" writes none.
+        on_exception: What to do when an error, such as one in the dataset, ends the run between two updates: "save"
+            writes a checkpoint of the state after the last update (if `output_dir` is set; on several ranks, if all of
+            them raise), "raise" writes none.
         on_nonfinite: What to do when a loss or gradient is NaN or Inf, which never changes a weight: "raise" ends the
-            run, "skip" skips the update, "rewind" loads the last checkpoint and skips the update then.
+            run, "skip" skips the update, "rewind" loads the last checkpoint and skips this update when it comes again.
         max_nonfinite: How many updates a run may skip because of NaN, Inf or loss spikes, before it ends with an error.
         loss_spike: A loss this many deviations above the median of the last 50 updates is treated like NaN; `None`
             ignores spikes.
@@ -154,19 +154,19 @@ class TrainingArguments(ArgumentsBase):
         shuffle: Shuffle the samples, in a new order for each epoch.
         num_workers: Worker processes that load data for each rank; 0 loads in the training process. "auto" measures at
             the start how long a batch takes to read, and the banner says what it chose.
-        pin_memory: Load into page-locked memory, from which accelerators copy faster; `None` does so if there is an
-            accelerator.
+        pin_memory: Load batches into page-locked memory, from which accelerators copy faster; `None` does so if there
+            is an accelerator.
         prefetch_factor: Batches that each worker loads ahead; `None` uses torch's default.
         persistent_workers: Keep the workers alive between epochs.
         seed_each_sample: Seed the random generators before each sample from seed, epoch and index (about 7 µs per
-            sample), so that a dataset which draws random numbers in workers also resumes bit for bit.
-        low_memory_shuffle: Compute the order of an epoch from seed and epoch instead of listing it, for datasets of so
-            many samples that their permutation does not fit into memory. By default the order is that of Hugging Face's
+            sample). A dataset that draws random numbers in workers then resumes bit for bit too.
+        low_memory_shuffle: Compute the order of an epoch from seed and epoch instead of storing it, for datasets with
+            so many samples that a permutation does not fit into memory. By default the order is that of Hugging Face's
             Trainer.
         drop_last: Drop the last batch of an epoch if it is not full.
         group_by_length: Put samples of similar length into one batch.
         remove_unused_columns: Drop the columns of a dataset that the model's `forward` does not take; False raises an
-            error for them. True for arguments of Hugging Face's Trainer, unless they set it.
+            error for them. Arguments converted from Hugging Face's Trainer set it to True, unless they say otherwise.
         length_column: The column of the dataset that holds the lengths, if there is one.
         sample_weights: How often each sample is drawn, relative to the others; `None` draws all equally.
         validation_split: The fraction of `train_dataset` to evaluate on instead of training on it, if no `eval_dataset`
@@ -178,13 +178,13 @@ class TrainingArguments(ArgumentsBase):
 
         limit_train_batches: Batches of an epoch, at most; `None` sets no limit.
         limit_eval_batches: Batches of an evaluation, at most; `None` sets no limit.
-        overfit_batches: Train and evaluate on this many first batches only, in a fixed order; `None` uses all.
+        overfit_batches: Train and evaluate on the first n batches only, in a fixed order; `None` uses all.
         dry_run: Train, evaluate and log once on two batches, and write nothing.
         label_names: The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and
             "y".
 
-        predict_with_generate: Call the model's `generate` in evaluations and predictions. Samples are read in the order
-            of their lengths.
+        predict_with_generate: Call the model's `generate` in evaluations and predictions, which then read samples in
+            the order of their lengths.
         generation_kwargs: Arguments of `generate`: `max_length`, `num_beams`, …; a `generation_config` may be an
             object, a folder or a name on the Hub.
 
@@ -203,7 +203,7 @@ class TrainingArguments(ArgumentsBase):
     """
 
     output_dir: os.PathLike[str] | str | None = None
-    """The folder in which each run gets a folder of its own, as a path or a URL such as `s3://bucket/runs`; `None`
+    """The folder in which each run creates its own subfolder: a path, or a URL such as `s3://bucket/runs`; `None`
     writes nothing.
     """
     run_name: str | None = None
@@ -218,26 +218,26 @@ class TrainingArguments(ArgumentsBase):
     data_seed: int | None = None
     """The seed for the order of the data alone; `None` uses `seed`."""
     num_train_epochs: float | None = None
-    """Epochs to train, fractions allowed; the run ends at the first limit reached of this, `max_steps`, `max_tokens`
-    and `max_time`, and after 3 epochs without any of them.
+    """Epochs to train, fractions allowed. The run ends at the first limit reached of this, `max_steps`, `max_tokens`
+    and `max_time`; with none of them, after 3 epochs.
     """
     max_steps: int | None = None
     """Optimizer steps after which the run ends; `None` sets no limit."""
     max_tokens: int | str | None = None
-    """Tokens after which the run ends, a number or a text such as "10B": the `input_ids` of all ranks without the
-    padding that `attention_mask` marks; `None` sets no limit.
+    """Tokens after which the run ends, a number or a text such as "10B". Counted are the `input_ids` of all ranks,
+    without the padding that `attention_mask` marks; `None` sets no limit.
     """
     max_time: float | timedelta | str | None = None
     """Training time after which the run ends, summed over restarts: "90 minutes", "1-12:00:00", seconds or a
     `timedelta`; `None` sets no limit.
     """
     deadline: str | float | datetime | None = 'auto'
-    """The time by which the program must have ended, last checkpoint included: a date and time ("2030-01-31T18:00"),
-    seconds since 1970, or "auto" for the end of the SLURM job, if there is one. The run saves, exits with code 75,
-    and resumes from there; `None` sets no deadline.
+    """The time by which the program must have ended, including its last checkpoint: a date and time
+    ("2030-01-31T18:00"), seconds since 1970, or "auto" for the end of the SLURM job, if there is one. The run saves
+    in time, exits with code 75, and can be resumed; `None` sets no deadline.
     """
     stop_signals: Sequence[str] = ['SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1']
-    """The signals, by name, at which the run saves and ends."""
+    """The signals, by name, on which the run saves a checkpoint and ends."""
     per_device_train_batch_size: CountOrAuto = 8
     """Samples in the micro-batch of a rank. "auto" takes 64 (or a divisor of `global_batch_size`) and splits a
     micro-batch that does not fit into memory; the updates stay the same.
@@ -247,13 +247,13 @@ class TrainingArguments(ArgumentsBase):
     gradient_accumulation_steps: int | None = None
     """Micro-batches that a rank accumulates for one optimizer step; `None` means 1."""
     global_batch_size: int | None = None
-    """Samples of all ranks in one optimizer step, from which the accumulation steps follow; `None` uses
+    """Samples in one optimizer step, over all ranks; the accumulation steps follow from it. `None` uses
     `gradient_accumulation_steps`.
     """
     learning_rate: float = 5e-05
     """The learning rate at the end of the warm-up."""
     optimizer: str = 'adamw'
-    """The optimizer: "adamw", "sgd" or another one of torch by its name in lower case, "muon", "galore_adamw",
+    """The optimizer: "adamw", "sgd" or another optimizer of torch in lower case, "muon", "galore_adamw",
     "apollo_adamw", "lomo" or "adalomo", one of bitsandbytes, torchao or schedulefree ("adamw_8bit",
     "schedule_free_adamw"), or a dotted path.
     """
@@ -262,13 +262,15 @@ class TrainingArguments(ArgumentsBase):
     weight_decay: float = 0.0
     """The weight decay for all parameters except norms, biases and vectors."""
     parameter_groups: 'Sequence[trainer_lib.ParameterGroup]' = []
-    """A list of `ParameterGroup`: learning rate, weight decay or freezing for parameters by patterns of their names."""
+    """A list of `ParameterGroup`: learning rate, weight decay or freezing for the parameters whose names match a
+    pattern.
+    """
     lr_scheduler: str = 'linear'
     """The learning rate schedule: "linear", "cosine", "wsd", "constant", "plateau" or another name, or a dotted path."""
     lr_scheduler_kwargs: dict[str, Any] = {}
     """Further arguments of the schedule."""
     warmup: int | float | str | None = None
-    """Steps in which the learning rate rises from 0, as a number ("100 steps" or 100) or a fraction of all steps (0.05
+    """Steps over which the learning rate rises from 0: a number ("100 steps" or 100) or a fraction of all steps (0.05
     or "5%"); `None` means no warm-up.
     """
     schedule_steps: int | None = None
@@ -284,36 +286,38 @@ class TrainingArguments(ArgumentsBase):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
     gradient_checkpointing_every: int = 1
-    """With `gradient_checkpointing`, recompute the activations of every n-th block only: less memory is saved, and
-    less is computed twice.
+    """With `gradient_checkpointing`, recompute the activations of every n-th block only, which saves less memory and
+    computes less twice.
     """
     gradient_checkpointing_policy: Sequence[str] | str | None = None
-    """With `gradient_checkpointing`, the operations that keep their outputs instead of being computed again: "matmul"
-    (matrix products with weights, and fused attention), "attention", or a list of names such as ["aten.mm"]; `None`
-    keeps none.
+    """With `gradient_checkpointing`, the operations whose outputs are kept instead of recomputed: "matmul" (matrix
+    products with weights, and fused attention), "attention", or a list of names such as ["aten.mm"]; `None` keeps
+    none.
     """
     activation_offload: bool = False
-    """Keep the activations of blocks in host memory until the backward; with `gradient_checkpointing`, what they are
-    computed from again.
+    """Keep the activations of blocks in host memory until the backward; with `gradient_checkpointing`, the inputs that
+    they are recomputed from.
     """
     optimizer_in_backward: bool = False
-    """Update each parameter in the backward, as soon as its gradient is complete, and free the gradient; without
-    accumulation and clipping, on one device, with FSDP2, or with `tp_size` alone.
+    """Update each parameter in the backward, as soon as its gradient is complete, and free the gradient. Works on one
+    device, with FSDP2, or with `tp_size` alone, without accumulation and clipping.
     """
     chunked_cross_entropy: bool = False
-    """Compute the loss of a causal language model of transformers for 512 tokens at a time, so that its logits are
-    never whole in memory; the numbers stay the same.
+    """Compute the loss of a causal language model of transformers for 512 tokens at a time, so that all its logits are
+    never in memory at once; the results stay the same.
     """
     use_liger_kernel: bool = False
-    """Replace layers of a model of transformers by Liger's kernels, on GPUs (`pip install liger-kernel`)."""
+    """Replace layers of a transformers model by Liger's kernels, on GPUs (`pip install liger-kernel`)."""
     device_map: Mapping[str, int | str] | str | None = None
     """Spread the model over the devices of one process, to evaluate and predict with it: "auto", "balanced",
     "balanced_low_0" or "sequential", or the device of each module by name.
     """
     max_memory: Mapping[int | str, int | str] | None = None
-    """With `device_map` by a name: how much of each device the model may use, such as {0: "10GB", "cpu": "30GB"}."""
+    """With a named `device_map` such as "auto": the memory of each device that the model may use, such as {0: "10GB",
+    "cpu": "30GB"}.
+    """
     offload_folder: os.PathLike[str] | str | None = None
-    """With `device_map`: the folder for weights that are kept on the disk."""
+    """With `device_map`: the folder for weights that are offloaded to disk."""
     fsdp: FlagOrPlugin | None = None
     """Shard the model with FSDP2: True, or a `FullyShardedDataParallelPlugin`."""
     deepspeed: 'str | trainer_lib.DeepSpeedPlugin | os.PathLike[str] | dict[str, Any] | None' = None
@@ -325,8 +329,8 @@ class TrainingArguments(ArgumentsBase):
     ddp: DistributedDataParallelKwargs | None = None
     """Options of DDP, as `DistributedDataParallelKwargs`."""
     local_sgd_steps: int | None = None
-    """Optimizer steps that each rank makes by itself, without reducing gradients, before the ranks average their
-    weights; `None` reduces gradients in each step.
+    """Optimizer steps that each rank takes alone, without reducing gradients, before the ranks average their weights;
+    `None` reduces gradients in each step.
     """
     outer_learning_rate: float | None = None
     """With `local_sgd_steps`: the learning rate of an outer step of SGD with Nesterov momentum on the averages
@@ -341,7 +345,7 @@ class TrainingArguments(ArgumentsBase):
     deterministic: bool = False
     """Use only algorithms that return the same result every time."""
     detect_anomaly: bool = False
-    """Name the operation whose gradient is NaN; this is slow."""
+    """Find the operation whose gradient is NaN (torch's anomaly detection); slow."""
     gc_every: Interval | None = None
     """How often Python's garbage collector runs, on all ranks at once; `None` leaves it to Python."""
     use_cpu: bool = False
@@ -349,11 +353,11 @@ class TrainingArguments(ArgumentsBase):
     log_every: Interval = '50 steps'
     """How often to log, or "never"."""
     eval_every: Interval | Mapping[str, Interval] | None = None
-    """How often to evaluate, or "never"; `None` evaluates each epoch if there is an evaluation set. For several sets a
-    mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
+    """How often to evaluate, or "never"; `None` evaluates each epoch if there is an evaluation set. For several sets,
+    a mapping by name: {"dev": "100 steps", "test": "1 epoch", "train": "never"}.
     """
     eval_delay: int | str | Every | None = None
-    """Training before the first scheduled evaluation, such as "2 epochs"; `None` means no delay."""
+    """How long to train before the first scheduled evaluation, such as "2 epochs"; `None` means no delay."""
     eval_on_start: bool = False
     """Evaluate before the first step too."""
     save_every: Interval | None = None
@@ -365,13 +369,13 @@ class TrainingArguments(ArgumentsBase):
     due; "raise" ends the run.
     """
     on_exception: Literal['save', 'raise'] = 'save'
-    """What to do when an error ends the run between two updates, such as one that the dataset raises: "save" writes a
-    checkpoint of the state after the last update (with an `output_dir`; on several ranks if all of them raise),
+    """What to do when an error, such as one in the dataset, ends the run between two updates: "save" writes a
+    checkpoint of the state after the last update (if `output_dir` is set; on several ranks, if all of them raise),
     "raise" writes none.
     """
     on_nonfinite: Literal['raise', 'skip', 'rewind'] = 'raise'
     """What to do when a loss or gradient is NaN or Inf, which never changes a weight: "raise" ends the run, "skip"
-    skips the update, "rewind" loads the last checkpoint and skips the update then.
+    skips the update, "rewind" loads the last checkpoint and skips this update when it comes again.
     """
     max_nonfinite: int = 10
     """How many updates a run may skip because of NaN, Inf or loss spikes, before it ends with an error."""
@@ -406,26 +410,28 @@ class TrainingArguments(ArgumentsBase):
     long a batch takes to read, and the banner says what it chose.
     """
     pin_memory: bool | None = None
-    """Load into page-locked memory, from which accelerators copy faster; `None` does so if there is an accelerator."""
+    """Load batches into page-locked memory, from which accelerators copy faster; `None` does so if there is an
+    accelerator.
+    """
     prefetch_factor: int | None = None
     """Batches that each worker loads ahead; `None` uses torch's default."""
     persistent_workers: bool = False
     """Keep the workers alive between epochs."""
     seed_each_sample: bool = False
-    """Seed the random generators before each sample from seed, epoch and index (about 7 µs per sample), so that a
-    dataset which draws random numbers in workers also resumes bit for bit.
+    """Seed the random generators before each sample from seed, epoch and index (about 7 µs per sample). A dataset that
+    draws random numbers in workers then resumes bit for bit too.
     """
     low_memory_shuffle: bool = False
-    """Compute the order of an epoch from seed and epoch instead of listing it, for datasets of so many samples that
-    their permutation does not fit into memory. By default the order is that of Hugging Face's Trainer.
+    """Compute the order of an epoch from seed and epoch instead of storing it, for datasets with so many samples that
+    a permutation does not fit into memory. By default the order is that of Hugging Face's Trainer.
     """
     drop_last: bool = False
     """Drop the last batch of an epoch if it is not full."""
     group_by_length: bool = False
     """Put samples of similar length into one batch."""
     remove_unused_columns: bool = False
-    """Drop the columns of a dataset that the model's `forward` does not take; False raises an error for them. True for
-    arguments of Hugging Face's Trainer, unless they set it.
+    """Drop the columns of a dataset that the model's `forward` does not take; False raises an error for them.
+    Arguments converted from Hugging Face's Trainer set it to True, unless they say otherwise.
     """
     length_column: str = 'length'
     """The column of the dataset that holds the lengths, if there is one."""
@@ -446,13 +452,15 @@ class TrainingArguments(ArgumentsBase):
     limit_eval_batches: int | None = None
     """Batches of an evaluation, at most; `None` sets no limit."""
     overfit_batches: int | None = None
-    """Train and evaluate on this many first batches only, in a fixed order; `None` uses all."""
+    """Train and evaluate on the first n batches only, in a fixed order; `None` uses all."""
     dry_run: bool = False
     """Train, evaluate and log once on two batches, and write nothing."""
     label_names: Sequence[str] | None = None
     """The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y"."""
     predict_with_generate: bool = False
-    """Call the model's `generate` in evaluations and predictions. Samples are read in the order of their lengths."""
+    """Call the model's `generate` in evaluations and predictions, which then read samples in the order of their
+    lengths.
+    """
     generation_kwargs: dict[str, Any] = {}
     """Arguments of `generate`: `max_length`, `num_beams`, …; a `generation_config` may be an object, a folder or a
     name on the Hub.

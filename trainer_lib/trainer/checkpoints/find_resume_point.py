@@ -226,7 +226,7 @@ def _describe_finished(run: RunFolder, unfinished: list[RunFolder]) -> str:
 def _describe_unfinished(unfinished: list[RunFolder]) -> str | None:
     if not unfinished:
         return None
-    return f'The run {unfinished[-1].path} is not finished. This is a new one; resume="auto" would resume that one.'
+    return f'The run {unfinished[-1].path} is unfinished, and a new run begins. To resume it, give resume="auto".'
 
 
 def _describe_older(unfinished: list[RunFolder]) -> str | None:

@@ -115,8 +115,8 @@ def _set_limits(state: RunState, args: Any, loader: Any, accumulated: int, plan:
         state.max_steps = steps if args.max_steps is None else min(steps, args.max_steps)
     elif epochs is not None and epochs != int(epochs):
         raise ConfigurationError(
-            f"num_train_epochs={epochs}: how long an epoch is cannot be known of this data. Give whole epochs, or "
-            "max_steps."
+            f"num_train_epochs={epochs} needs the length of an epoch, which is unknown for this data. Give "
+            "whole epochs, or max_steps."
         )
 
 

@@ -52,7 +52,7 @@ class Saving:
         if folder is None and self._run.args.dry_run:
             return
         if folder is None:
-            raise ConfigurationError("A checkpoint was asked for, and there is no folder for it. Give output_dir.")
+            raise ConfigurationError("A checkpoint was requested, and output_dir is not set. Give output_dir.")
         if self._saver.saved_step == state.step:
             return
         self._log.flush()

@@ -21,7 +21,7 @@ _NARROWEST = 40
 
 
 def banner(context: FitContext, signals: Signals, deadline: Deadline, columns: int | None = None) -> str:
-    """Return what is going to happen, a line a subject, wrapped between words to so many columns."""
+    """Return what the run is going to do, one line per subject, wrapped to this many columns."""
     lines = {
         "model": _model(context),
         "devices": _devices(context),
@@ -36,7 +36,7 @@ def banner(context: FitContext, signals: Signals, deadline: Deadline, columns: i
         "evaluation": _evaluation(context),
         "output": _output(context),
         **_resume(context),
-        "ends early": _ends_early(signals, deadline),
+        "saves and ends": _ends_early(signals, deadline),
     }
     width = max(map(len, lines))
     text = "\n".join(_wrapped(f"  {name:<{width}}  ", line, columns) for name, line in lines.items())
@@ -118,11 +118,11 @@ def _batch(context: FitContext) -> str:
     accelerator, of_round = context.run.accelerator, context.loader.total_batch_size
     steps, count = accelerator.gradient_accumulation_steps, accelerator.data_group.size
     if of_round is None:
-        return f"of the loader's own size × {steps} accumulated"
+        return f"batch size of the loader × {steps} accumulated"
     readers = "process" if accelerator.ranks_per_batch == 1 else "replica"
     plural = "" if count == 1 else {"process": "es", "replica": "s"}[readers]
     return (
-        f"{of_round * steps} samples an update = {of_round // count} × {steps} accumulated × {count} {readers}{plural}"
+        f"{of_round * steps} samples per update = {of_round // count} × {steps} accumulated × {count} {readers}{plural}"
     )
 
 
@@ -135,9 +135,9 @@ def _workers(context: FitContext) -> dict[str, str]:
 
 def _length(context: FitContext) -> str:
     state, args = context.run.state, context.run.args
-    parts = [f"{state.max_steps} steps" if state.max_steps is not None else "steps not known beforehand"]
+    parts = [f"{state.max_steps} steps" if state.max_steps is not None else "number of steps unknown"]
     if state.steps_per_epoch:
-        parts.append(f"{state.steps_per_epoch} an epoch")
+        parts.append(f"{state.steps_per_epoch} per epoch")
     if state.max_epochs is not None:
         parts.append(f"{state.max_epochs:g} epoch{'' if state.max_epochs == 1 else 's'}")
     if args.token_limit is not None:
@@ -183,7 +183,7 @@ def _evaluation(context: FitContext) -> str:
 
 def _output(context: FitContext) -> str:
     if context.folder is None:
-        return "none: give output_dir to keep checkpoints"
+        return "none; set output_dir to save checkpoints"
     intervals = [context.run.args.save_interval]
     intervals += [callback.save_interval for callback in context.events]
     told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
@@ -204,15 +204,15 @@ def _resume(context: FitContext) -> dict[str, str]:
         return {}
     workers = f"num_workers={loader.num_workers}"
     return {
-        "resume": f"exact, unless the dataset draws random numbers: in workers ({workers}) it draws other ones than "
-        "without the interruption. seed_each_sample=True makes that exact too"
+        "resume": f"exact, unless the dataset draws random numbers: in workers ({workers}) they differ from those "
+        "without the interruption. seed_each_sample=True makes them equal"
     }
 
 
 def _ends_early(signals: Signals, deadline: Deadline) -> str:
-    parts = [f"at {', '.join(signals.caught)}"] if signals.caught else ["at no signal"]
+    parts = [f"on {', '.join(signals.caught)}"] if signals.caught else ["on no signal"]
     reasons = dict.fromkeys(signals.left.values())
-    parts += [f"not at {_those(signals.left, reason)} ({reason})" for reason in reasons]
+    parts += [f"not on {_those(signals.left, reason)} ({reason})" for reason in reasons]
     if deadline.description is not None:
         parts.append(deadline.description)
     return ", ".join(parts)

@@ -254,10 +254,10 @@ class NonFiniteGuard:
         rewinds = self.rewinds
         if not rewinds and (spoiled := self._report.spoiled_weights()):
             raise NonFiniteError(
-                f"{what} Before this step already {len(spoiled)} weights were not finite ({', '.join(spoiled[:3])}"
-                f"{', …' if len(spoiled) > 3 else ''}): an earlier update overflowed, of gradients that were finite. "
-                'Lower the learning rate and resume from a checkpoint before that, or use on_nonfinite="rewind" with '
-                "save_every."
+                f"{what} {len(spoiled)} weights were NaN or Inf before this step ({', '.join(spoiled[:3])}"
+                f"{', …' if len(spoiled) > 3 else ''}): an earlier update overflowed although its gradients were "
+                "finite. Lower the learning rate and resume from a checkpoint before that, or use "
+                'on_nonfinite="rewind" with save_every.'
             )
         if self.policy == "raise":
             raise NonFiniteError(

@@ -40,10 +40,10 @@ def warn_of_different_replicas(
     if different:
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         _logger.warning(
-            "Before the first update, rank %d holds other values of the weight %s%s than rank %d. Gradients are "
-            "averaged, weights are not: the ranks train different models. Does a layer initialize itself from its "
-            "first batch? Then call the model with a batch before you give it to the Trainer.",
-            *(group.rank, different[0], more, rank),
+            "Before the first update, rank %d and rank %d hold different values of the weight %s%s. Gradients are "
+            "averaged but weights are not, so the ranks train different models. If a layer initializes itself from its "
+            "first batch, call the model with a batch before you give it to the Trainer.",
+            *(group.rank, rank, different[0], more),
             main_process_only=False,
         )
 

@@ -124,15 +124,15 @@ class CheckReport:
         readers = ("replica", "s") if self.replicas != self.processes else ("process", "es")
         ranks = f"{self.replicas} {readers[0]}{readers[1] if self.replicas > 1 else ''}"
         if self.batch_size is None:
-            return f"of the loader's own size × {self.accumulation} accumulated × {ranks}"
+            return f"batch size of the loader × {self.accumulation} accumulated × {ranks}"
         size = self.per_device_batch_size
-        return f"{self.batch_size} samples an update = {size} per device × {self.accumulation} accumulated × {ranks}"
+        return f"{self.batch_size} samples per update = {size} per device × {self.accumulation} accumulated × {ranks}"
 
     def _length(self) -> str:
         known = [
             f"{self.samples_per_epoch:,} samples and" if self.samples_per_epoch is not None else "",
-            f"{self.steps_per_epoch:,} updates an epoch;" if self.steps_per_epoch is not None else "",
-            f"{self.steps:,} updates in all" if self.steps is not None else "the number of updates is not known",
+            f"{self.steps_per_epoch:,} updates per epoch;" if self.steps_per_epoch is not None else "",
+            f"{self.steps:,} updates in total" if self.steps is not None else "number of updates unknown",
             f"({self.epochs:g} epoch{'' if self.epochs == 1 else 's'})" if self.epochs is not None else "",
         ]
         return " ".join(part for part in known if part)
@@ -140,12 +140,12 @@ class CheckReport:
     def _time(self) -> str:
         if "step" not in self.seconds:
             return ""
-        parts = [f"{_duration(self.seconds['step'])} an update"]
+        parts = [f"{_duration(self.seconds['step'])} per update"]
         for name, plural in (("evaluation", "evaluations"), ("save", "saves")):
             if name in self.seconds:
                 count = f" × {self.counts[plural]:,}" if plural in self.counts else ""
-                parts.append(f"{_duration(self.seconds[name])} {'an' if name[0] == 'e' else 'a'} {name}{count}")
-        total = f"; about {_duration(self.seconds['total'])} in all" if "total" in self.seconds else ""
+                parts.append(f"{_duration(self.seconds[name])} per {name}{count}")
+        total = f"; about {_duration(self.seconds['total'])} in total" if "total" in self.seconds else ""
         return ", ".join(parts) + total
 
     def _memory(self) -> str:
@@ -155,7 +155,7 @@ class CheckReport:
     def _rates(self, name: str, rates: list[float]) -> list[str]:
         label = "learning rate" if name == "default" else name
         if not rates:
-            return _entry(label, "its course is not known before the run")
+            return _entry(label, "unknown before the run")
         if len(set(rates)) == 1:
             return _entry(label, f"{rates[0]:.3g} throughout")
         wide = [rate for rate in rates for _ in range(max(1, _CHART // len(rates)))]

@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "deepspeed_plugins": "deepspeed",
 }
 _OTHER_WAYS = (
-    "hand on that engine (accelerator=…), delete the last reference to that Trainer, or call "
+    "pass that Accelerator (accelerator=…), delete the last reference to that Trainer, or call "
     "trainer.accelerator.free_memory() on it."
 )
 
@@ -72,8 +72,8 @@ def build_accelerator(args: TrainingArguments) -> Accelerator:
     meant = precision or mixed_precision_requested()
     if made.mixed_precision != meant:
         raise ConfigurationError(
-            f"mixed_precision={args.mixed_precision!r} means {meant!r}, and this process trains with "
-            f"{made.mixed_precision!r} already, as the Accelerator or Trainer that lives in it does. Give "
+            f"mixed_precision={args.mixed_precision!r} means {meant!r}, and an Accelerator or Trainer in this process "
+            f"already uses {made.mixed_precision!r}. Give "
             f"mixed_precision={made.mixed_precision!r}, {_OTHER_WAYS}"
         )
     _refuse_inherited(args, made, options)
@@ -86,9 +86,8 @@ def _refuse_inherited(args: TrainingArguments, made: Accelerator, options: Mappi
     for option, argument in _ARGUMENTS.items():
         if option not in options and asked[option] is not None:
             raise ConfigurationError(
-                f"{argument}={getattr(args, argument)!r} leaves out what this process trains with already: the "
-                f"Accelerator or Trainer that lives in it was made with {argument}. Give the same {argument}, "
-                f"{_OTHER_WAYS}"
+                f"{argument}={getattr(args, argument)!r}, and an Accelerator or Trainer in this process was made with "
+                f"{argument} already. Give the same {argument}, {_OTHER_WAYS}"
             )
 
 
@@ -115,7 +114,7 @@ def accumulation_steps(args: TrainingArguments, num_processes: int) -> int:
     steps, rest = divmod(args.global_batch_size, of_round)
     if rest or not steps:
         raise ConfigurationError(
-            f"global_batch_size={args.global_batch_size} is no multiple of per_device_train_batch_size="
+            f"global_batch_size={args.global_batch_size} is not a multiple of per_device_train_batch_size="
             f"{of_process} × {num_processes} processes = {of_round}. Give "
             f"{of_round * max(steps, 1)} or another multiple of it, or another per_device_train_batch_size."
         )
