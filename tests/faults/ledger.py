@@ -86,8 +86,8 @@ _MAY_BE_NONE = {"told", "went_on", "harmless"}
 _TEXTS = {
     "kills": (
         "Kills",
-        "`SIGKILL` from another process, at a random moment after the first save; every second time during a save. The "
-        "next process resumes in the same folder and is killed in its turn. Before it trains, it compares weights and "
+        "Another process sends `SIGKILL` at a random moment after the first save, every second time during a save. The "
+        "next process resumes in the same folder, and is killed in turn. Before training, it compares weights and "
         "optimizer with those at the time of the save; a run of the Trainer is compared with an uninterrupted one.",
     ),
     "damage": (
@@ -101,24 +101,24 @@ _TEXTS = {
     ),
     "content": (
         "Malicious files",
-        "Files that an attacker added or changed, with a manifest that has the right sizes, checksums and digest. A "
-        "pickle in any of them would leave a file behind if it ran.",
+        "Files that an attacker added or changed, with a manifest that has the right sizes, checksums and digest. If a "
+        "pickle in one of them ran, it would leave a file behind.",
     ),
     "stops": (
         "Signals",
-        "Signals at a random moment to one of two ranks, or to both; within five seconds both ranks have saved and "
-        "ended.",
+        "Signals are sent at a random moment to one of two ranks, or to both; within five seconds, both ranks have saved "
+        "and ended.",
     ),
     "guards": (
         "Failures during training",
         "NaN and Inf in losses and gradients, ranks and workers that hang or die, unreadable samples, out of memory. "
         "Weights and losses are compared with those of a run that skips the same samples or updates, or has no fault; "
-        "messages must name the rank, step, sample and worker where they apply.",
+        "messages must name the rank, step, sample and worker, as far as they apply.",
     ),
     "runs": (
         "Resumed runs",
-        'A run of the Trainer ends after some step and is resumed in a new process by `resume="auto"`: the history of '
-        "losses, learning rates and evaluations, and the weights, are compared with those of an uninterrupted run.",
+        'A run of the Trainer ends after some step and is resumed in a new process with `resume="auto"`. Its history of '
+        "losses, learning rates and evaluations, and its weights, are compared with those of an uninterrupted run.",
     ),
     "worlds": (
         "Resuming with another world size",
@@ -129,8 +129,9 @@ _TEXTS = {
 
 _HEAD = """# Faults
 
-The faults that the tests inject into training, saving and resuming, how often, and their outcomes. A part of them runs
-with the tests of each version; the figures are those of the long run, `make soak`, which writes this page.
+The tests inject faults into training, saving and resuming. This page lists the faults, how often they were injected, and the
+outcomes. Some of them run with the tests of each version; the figures are from the long run, `make soak`, which writes this
+page.
 """
 
 
