@@ -106,8 +106,8 @@ _TEXTS = {
     ),
     "stops": (
         "Signals",
-        "Signals are sent at a random moment to one of two ranks, or to both; within five seconds, both ranks have saved "
-        "and ended.",
+        "Signals are sent at a random moment to one of two ranks, or to both; within five seconds, both ranks have "
+        "saved and ended.",
     ),
     "guards": (
         "Failures during training",
@@ -117,8 +117,8 @@ _TEXTS = {
     ),
     "runs": (
         "Resumed runs",
-        'A run of the Trainer ends after some step and is resumed in a new process with `resume="auto"`. Its history of '
-        "losses, learning rates and evaluations, and its weights, are compared with those of an uninterrupted run.",
+        'A run of the Trainer ends after some step and is resumed in a new process with `resume="auto"`. Its history '
+        "of losses, learning rates and evaluations, and its weights, are compared with those of an uninterrupted run.",
     ),
     "worlds": (
         "Resuming with another world size",
@@ -129,9 +129,9 @@ _TEXTS = {
 
 _HEAD = """# Faults
 
-The tests inject faults into training, saving and resuming. This page lists the faults, how often they were injected, and the
-outcomes. Some of them run with the tests of each version; the figures are from the long run, `make soak`, which writes this
-page.
+The tests inject faults into training, saving and resuming. This page lists the faults, how often they were injected,
+and the outcomes. Some of them run with the tests of each version; the figures are from the long run, `make soak`, which
+writes this page.
 """
 
 

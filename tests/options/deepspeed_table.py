@@ -33,8 +33,8 @@ UNSUPPORTED = {
     "msamp_opt_level": "MS-AMP; train with bf16",
 }
 OF_THE_ACCELERATOR = {
-    "train_batch_size": "compared with the loader, the window and the number of processes",
-    "train_micro_batch_size_per_gpu": "compared with the loader",
+    "train_batch_size": "must match the loader, the window and the number of processes",
+    "train_micro_batch_size_per_gpu": "must match the loader",
     "gradient_accumulation_steps": "see the field",
     "gradient_clipping": "see the field",
     "optimizer": "made from `DummyOptim`, with DeepSpeed's default values; a Trainer makes its own, and both must "
@@ -42,8 +42,8 @@ OF_THE_ACCELERATOR = {
     "scheduler": "made from `DummyScheduler`; a Trainer makes its own, and both must agree",
     "fp16": "autocast over fp32 weights and a loss scaler with these values, as with DDP",
     "bf16": "autocast over fp32 weights, as with DDP",
-    "amp": "ignored: precision is the `Accelerator`'s",
-    "torch_autocast": "ignored: precision is the `Accelerator`'s",
+    "amp": "ignored: the `Accelerator` sets the precision",
+    "torch_autocast": "ignored: the `Accelerator` sets the precision",
     "steps_per_print": "ignored: trackers and the progress bar report",
     "wall_clock_breakdown": "ignored: the profiler measures",
 }
