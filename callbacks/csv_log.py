@@ -18,8 +18,8 @@ class CsvLog(Callback):
     """Writes a row to a CSV file for each log and evaluation, on rank 0.
 
     The columns are step, epoch, samples, seconds of training, and the names of the values. A value that appears later
-    adds a column, which is empty in earlier rows. Each row is written immediately; rows that the disk does not take
-    are written with the next one that it takes. A resumed run removes the rows after the step it resumes from. A new
+    adds a column, which is empty in earlier rows. Each row is written immediately; rows that cannot be written to disk
+    are written later, with the next row that can. A resumed run removes the rows after the step it resumes from. A new
     run renames an existing file to `<name>.old`.
 
     Args:

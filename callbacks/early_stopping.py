@@ -10,7 +10,7 @@ from trainer_lib.foundation.metric_names import greater_is_better_for, read_metr
 
 
 class EarlyStopping(Callback):
-    """Ends training by an evaluation metric; `run.control.reason` holds the reason.
+    """Ends training based on an evaluation metric; `run.control.reason` holds the reason.
 
     Evaluations outside training do not count, and neither do evaluations that leave out the dataset of `metric`.
 

@@ -26,11 +26,11 @@ _WAITING = 10_000  # lines
 class JsonlLog(Callback):
     """Writes a line of JSON for each log, evaluation and event of a run, on rank 0.
 
-    The events are "started", "resumed", "save", "best", "skipped", "ended", and those of `run.record_event`.
-    Each line is written immediately; lines that the disk does not take are written with the next one that it takes. A
+    The events are "started", "resumed", "save", "best", "skipped", "ended", and those of `run.record_event`. Each line
+    is written immediately; lines that cannot be written to disk are written later, with the next line that can. A
     resumed run removes the lines after the step it resumes from, except those about starts and ends, and adds a "died"
-    line if the run was killed. A new run renames an existing file to `<name>.old`.
-    NaN and infinite values, which JSON lacks, are written as "NaN", "Infinity" and "-Infinity", which `float()` reads.
+    line if the run was killed. A new run renames an existing file to `<name>.old`. NaN and infinite values, which JSON
+    lacks, are written as "NaN", "Infinity" and "-Infinity", which `float()` reads.
 
     Args:
         path: The file.

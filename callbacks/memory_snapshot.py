@@ -15,7 +15,7 @@ _logger = get_logger(__name__)
 
 
 class MemorySnapshot(Callback):
-    """Writes a snapshot of CUDA memory when training runs out of memory, and after a step that you choose.
+    """Writes a snapshot of CUDA memory when training runs out of memory, and after a step of your choice.
 
     Each rank writes its own file, such as `memory/process-0-step-12-out-of-memory.pickle` in the run's folder, for
     https://pytorch.org/memory_viz. Allocations are recorded from the start of training, at a few microseconds each;

@@ -21,8 +21,8 @@ class SWA(WeightAverage):
     """Averages the weights over the last part of a run, with equal weights.
 
     Evaluations, predictions and `save_model` use the average as soon as there is one, and at the end the model holds
-    it. BatchNorm running statistics do not fit the averaged weights: they are recomputed from the training data at the
-    end. Until then a model with BatchNorm is evaluated with its own weights.
+    it. BatchNorm's running statistics do not fit the averaged weights, so they are recomputed from the training data at
+    the end. Until then a model with BatchNorm is evaluated with its own weights.
 
     Args:
         start: When to begin: a share of the run such as 0.75, or an amount such as "10 epochs".

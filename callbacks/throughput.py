@@ -12,15 +12,15 @@ from trainer_lib.events import Callback, Run
 class Throughput(Callback):
     """Adds samples and steps per second to the log, since the last log and without evaluations and saving.
 
-    `data_wait` is the share of that time in which training waited for batches. Of a checkpoint that is written in the
-    background, only what training waits for is left out. The callback does nothing in a step (with `tokens`: one call
-    per batch).
+    `data_wait` is the share of that time in which training waited for batches. For a checkpoint that is written in the
+    background, only the time that training waits for it is excluded. The callback does nothing in a step (with
+    `tokens`: one call per batch).
 
     Args:
         tokens: A function of a batch that returns its number of tokens, as a number or a tensor. The tokens of this
             rank are counted, and multiplied by the world size.
         per_device: Whether to add samples per second per device.
-        fill: Whether to add the share of positions in the batches that are no padding (`attention_mask`).
+        fill: Whether to add the share of positions in the batches that are not padding (`attention_mask`).
 
     Example:
         >>> throughput = Throughput(tokens=lambda batch: batch["attention_mask"].sum())

@@ -62,17 +62,17 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     """Device placement, mixed precision, gradient accumulation, clipping and distributed training in one object.
 
     Args:
-        device_placement: Bring prepared models and batches to this rank's device.
+        device_placement: Move prepared models and batches to this rank's device.
         split_batches: Like `DataLoaderConfiguration(split_batches=…)`.
         mixed_precision: "no", "fp16", "bf16", "fp8", or "bf16-true" for bf16 weights; by default the launcher's.
         gradient_accumulation_steps: How many micro-batches `accumulate` adds up for one update.
-        cpu: Stay on the CPU even if the machine has an accelerator device.
+        cpu: Use the CPU even if the machine has an accelerator.
         dataloader_config: The options of data loading.
         deepspeed_plugin: How DeepSpeed shards models, or several plugins by name; needs the extra `deepspeed`.
         fsdp_plugin: How to shard models; by default the launcher's setting, or no sharding.
-        torch_tp_plugin: How many ranks split each matrix; `parallelism_config` says the same.
-        megatron_lm_plugin: Options of Megatron-LM, which become those of this library.
-        rng_types: Generators to make equal on all ranks at the start of each pass over a prepared loader.
+        torch_tp_plugin: How many ranks split each matrix, like `ParallelismConfig(tp_size=…)`.
+        megatron_lm_plugin: Options of Megatron-LM, which are translated to those of this library.
+        rng_types: Random generators to synchronize across ranks at the start of each pass over a prepared loader.
         log_with: The trackers: names, "all" for those installed and configured, objects, or a list of these.
         project_dir: The folder for checkpoints and logs.
         project_config: Options of that folder: automatic naming, how many checkpoints to keep.
@@ -241,7 +241,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     @property
     def native_amp(self) -> bool:
-        """Whether models that `prepare` takes from now on run under autocast; `False` leaves types to their code."""
+        """Whether models prepared from now on run under autocast; with `False`, their own code sets dtypes."""
         return self.precision.uses_autocast
 
     @native_amp.setter
@@ -251,7 +251,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The options of DDP for models that `prepare` takes from now on; `None` are torch's defaults."""
+        """The options of DDP for models prepared from now on; `None` uses torch's defaults."""
         options = self.strategy.options
         return options if isinstance(options, DistributedDataParallelKwargs) else None
 
@@ -263,7 +263,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The options of `autocast`, and of models that `prepare` takes from now on; `None` are torch's defaults."""
+        """The options of `autocast`, and of models prepared from now on; `None` uses torch's defaults."""
         return self._handlers.get(AutocastKwargs)
 
     @autocast_handler.setter

@@ -127,8 +127,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader whose first pass skips `num_batches` batches; later passes are whole.
 
-    You can go on using the other loader. The two loaders of a prepared one share the count of passes: a pass over
-    either counts, and the next pass over either is the next epoch.
+    The given loader stays usable. If it is a prepared one, both loaders share the count of passes: a pass over either
+    counts, and the next pass over either is the next epoch.
 
     Example:
         >>> rest = skip_first_batches(DataLoader(range(6), batch_size=2), 1)

@@ -129,7 +129,7 @@ class Callback:
 
     @event(per_update=True, changes="`run.loss_sum`, `run.weight`")
     def on_loss(self, run: Run) -> None:
-        """The loss of a micro-batch is computed, its gradients are not.
+        """The loss of a micro-batch is computed; its gradients are not yet.
 
         `run.loss_sum`, a sum over `run.weight` items, still has its graph.
         """
@@ -148,7 +148,7 @@ class Callback:
 
     @event(per_update=True)
     def on_optimizer_step_end(self, run: Run) -> None:
-        """The weights are updated, the gradients are not zeroed yet."""
+        """The weights are updated; the gradients are not zeroed yet."""
 
     @event(per_update=True)
     def on_step_skipped(self, run: Run) -> None:
@@ -156,13 +156,13 @@ class Callback:
 
     @event(per_update=True)
     def on_step_end(self, run: Run) -> None:
-        """An update is made or skipped, and counted."""
+        """An update is complete or skipped, and is counted."""
 
     # -- after an update -----------------------------------------------------------------------------------------
 
     @event()
     def on_epoch_end(self, run: Run) -> None:
-        """The last update of an epoch is made; requests made here take effect with those of that step."""
+        """The last update of an epoch is complete; requests made here take effect with those of that step."""
 
     @event()
     def on_batch_size_reduced(self, run: Run, batch_size: int) -> None:

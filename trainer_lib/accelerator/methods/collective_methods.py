@@ -54,7 +54,7 @@ class CollectiveMethods(ProcessControl):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of the model copy that this rank belongs to; 0 if there is one copy."""
+        """The index of this rank's copy of the model; 0 if there is one copy."""
         return self._mesh_index("dp_replicate")
 
     @property
@@ -162,7 +162,7 @@ class CollectiveMethods(ProcessControl):
         Args:
             tensor: A tensor, or a structure of tensors, of the same shapes on all ranks.
             reduction: "sum", "mean", "max", "min", or "none" for a copy of this rank's tensor.
-            scale: What the result is multiplied by.
+            scale: A factor for the result.
 
         Example:
             >>> accelerator = Accelerator(cpu=True)
@@ -176,8 +176,8 @@ class CollectiveMethods(ProcessControl):
 
         Args:
             tensor: A tensor, or a structure of tensors.
-            dim: The dimension that is padded.
-            pad_index: The value of the padding.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
             pad_first: Pad at the beginning instead of at the end.
 
         Example:

@@ -62,7 +62,7 @@ class PrepareMethods(CollectiveMethods):
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round of batches is filled up, so that each rank gets as many."""
+        """Whether the last round of batches is filled, so that all ranks get equally many."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -147,12 +147,12 @@ class PrepareMethods(CollectiveMethods):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Move a model to the device, run its forward in the chosen precision, and share its gradients across ranks.
+        """Move a model to the device, run its forward in the chosen precision, and reduce its gradients across ranks.
 
         Args:
             model: The model.
             device_placement: Whether to move it to the device; by default the `Accelerator`'s setting.
-            evaluation_mode: You only evaluate the model, so its gradients need not be reduced.
+            evaluation_mode: Whether you only evaluate the model; its gradients are then not reduced.
         """
         if self.prepared.holds(model):
             return model
@@ -275,8 +275,8 @@ class PrepareMethods(CollectiveMethods):
         """Wrap a loader so that this rank reads its share of the data, in an order that all ranks agree on.
 
         Args:
-            data_loader: The loader, the same on all ranks and not divided yet: without a `DistributedSampler`.
-            device_placement: Whether to bring batches to the device; by default the `Accelerator`'s setting.
+            data_loader: The loader, the same on all ranks and not split yet: without a `DistributedSampler`.
+            device_placement: Whether to move batches to the device; by default the `Accelerator`'s setting.
             slice_fn_for_dispatch: With `dispatch_batches` and `split_batches`, the function that cuts the slice of a
                 rank from a batch of rank 0.
         """
@@ -354,7 +354,7 @@ class PrepareMethods(CollectiveMethods):
         Args:
             model: The prepared model.
             keep_fp32_wrapper: Keep its forward in mixed precision.
-            keep_torch_compile: Keep it compiled; else return a view of it that runs eagerly, with the same weights and
+            keep_torch_compile: Keep it compiled; else return a view that runs eagerly, with the same weights and
                 modes, while the prepared model stays compiled.
 
         Example:

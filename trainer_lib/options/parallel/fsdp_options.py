@@ -28,8 +28,9 @@ _FLAGS = (
 class FullyShardedDataParallelPlugin(Options):
     """How a model is sharded: each rank holds a part of each weight, its gradient and its optimizer state.
 
-    Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). FSDP1's options are translated: `notes` says what each
-    became, and an Accelerator warns of it. An option left at `None` has the launcher's value, else the default.
+    Sharding is FSDP2 (`torch.distributed.fsdp.fully_shard`). FSDP1's options are translated: `notes` lists
+    the translations, and an Accelerator warns about them. An option left at `None` has the launcher's value, else the
+    default.
 
     Args:
         fsdp_version: 2; 1 means the same.
@@ -51,7 +52,7 @@ class FullyShardedDataParallelPlugin(Options):
             (`offload_to_cpu`); by default rank 0, on the CPU. A `FullStateDictConfig` also means FULL_STATE_DICT.
         optim_state_dict_config: Accepted; rank 0 reads and writes an optimizer's whole state, on the CPU.
         limit_all_gathers: Accepted; FSDP2 needs no such limit.
-        use_orig_params: True, which FSDP2 always does.
+        use_orig_params: Always true in FSDP2.
         param_init_fn: Initializes a module whose weights are on the meta device in the main process; by default the
             module's `reset_parameters`.
         sync_module_states: Start from the weights of the main process, as DDP does; by default `True`.
@@ -59,7 +60,7 @@ class FullyShardedDataParallelPlugin(Options):
         activation_checkpointing: Recompute the blocks' activations in the backward instead of keeping them.
         cpu_ram_efficient_loading: Let transformers load the weights in the main process only.
         transformer_cls_names_to_wrap: The names of classes to shard separately.
-        min_num_params: The number of parameters from which "size_based_wrap" shards a module separately.
+        min_num_params: "size_based_wrap" shards modules with at least this many parameters separately.
         activation_checkpointing_offload: Keep the inputs of recomputed blocks in CPU memory until the backward.
 
     Example:

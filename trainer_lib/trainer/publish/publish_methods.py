@@ -14,7 +14,7 @@ class PublishMethods:
     """What a `Trainer` does with a trained model."""
 
     def save_model(self: TrainerInterface, output_dir: str | AnyPath | None = None) -> None:
-        """Save the model and its processor in the format of `from_pretrained`; all ranks have to call it.
+        """Save the model and its processor in the format of `from_pretrained`. All ranks must call it.
 
         Args:
             output_dir: The folder; by default `model` in the run's folder, after `fit` with an `output_dir`.
@@ -89,7 +89,7 @@ class PublishMethods:
         card: str | None = None,
         **about: Any,
     ) -> str:
-        """Upload the model and its card to the Hugging Face Hub in one commit; all ranks have to call it.
+        """Upload the model and its card to the Hugging Face Hub in one commit. All ranks must call it.
 
         Args:
             repo_id: The repository, "owner/name"; it is created if it does not exist.
@@ -121,7 +121,7 @@ class PublishMethods:
         example: Any = None,
         dynamic: Sequence[int] = (0,),
     ) -> None:
-        """Export the model as a program that runs without its code; all ranks have to call it.
+        """Export the model to a file that runs without its Python code. All ranks must call it.
 
         The exported model is in evaluation mode, in full precision, on the CPU, with averaged weights if the run has
         any. The trainer's model does not change.

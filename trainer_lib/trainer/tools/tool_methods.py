@@ -18,11 +18,11 @@ class ToolMethods:
     """The tools of a `Trainer`."""
 
     def check(self: TrainerInterface) -> "CheckReport":
-        """Run two updates, two evaluations, a save and a resume on the real model and data, and return what they show.
+        """Run two updates, two evaluations, a save and a resume on the real model and data, and return a report.
 
-        The report says what was proved (that a resumed run equals an uninterrupted one bit for bit, or where it
-        differs), and what the whole run will take: time, memory, batch, learning rate, files. Nothing is left in the
-        output folder, and the trainer's state does not change. With several ranks all of them have to call it.
+        The report says whether a resumed run equals an uninterrupted one bit for bit, or where it differs, and what the
+        whole run will take: time, memory, batch, learning rate, files. Nothing is left in the output folder, and the
+        trainer's state does not change. With several ranks, all of them must call it.
 
         Example:
             >>> import torch
@@ -42,7 +42,7 @@ class ToolMethods:
         """Return a summary of the first training batches, as the model gets them.
 
         The batches are collated, on the device, and changed by callbacks such as `Mixup`. With several ranks, each rank
-        sees its own batches, and all ranks have to call it. The trainer's state does not change.
+        sees its own batches, and all ranks must call it. The trainer's state does not change.
 
         Args:
             batches: The number of batches.
@@ -55,7 +55,7 @@ class ToolMethods:
     def find_learning_rate(
         self: TrainerInterface, lowest: float = 1e-7, highest: float = 10.0, updates: int = 100
     ) -> "LearningRateSweep":
-        """Train with a rising learning rate, and return the losses and the rate at which they fell fastest.
+        """Train with a rising learning rate, and return the losses and the rate at which they fall fastest.
 
         The rate grows by the same factor with each update, without a schedule. The sweep ends when the mean of the last
         three losses is above four times that of the first three, or a loss is NaN or Inf. The trainer's state does not
@@ -120,7 +120,8 @@ class ToolMethods:
                 default a new one, seeded by `seed`.
             backend: "optuna": one trial after the other, on all ranks. "ray": trials at the same time, each on one
                 process of a Ray cluster; without a cluster, Ray is started on this machine.
-            resources_per_trial: With Ray, what a trial gets; by default one core, and a GPU if the trainer uses one.
+            resources_per_trial: With Ray, the resources of a trial; by default one core, and a GPU if the trainer uses
+                one.
 
         Raises:
             MissingPackageError: If the extra `search` or `ray` is not installed.
