@@ -241,7 +241,7 @@ def test_batches_of_a_prepared_loader_can_be_skipped() -> None:
 def test_an_accelerator_is_shared_by_copies_and_refuses_to_be_pickled() -> None:
     accelerator = Accelerator(cpu=True)
     assert copy.copy(accelerator) is copy.deepcopy(accelerator) is accelerator
-    with pytest.raises(UnsupportedError, match=r"cannot be pickled. A dataset or function .* without it"):
+    with pytest.raises(UnsupportedError, match=r"cannot be pickled, so a dataset or function .* must not hold it"):
         pickle.dumps(accelerator)
 
 

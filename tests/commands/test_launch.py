@@ -646,7 +646,7 @@ def test_accelerators_set_the_default_and_the_limit(launch: Any, script: Any, mo
     assert [environment["WORLD_SIZE"] for _, environment in launch(path).reports] == ["2", "2"]
     too_many = launch("--num_processes", "3", path)
     assert too_many.code == 2
-    assert "3 processes on this machine were asked for, and it has 2 cuda devices" in too_many.err
+    assert "3 processes on this machine were requested, and it has 2 cuda devices" in too_many.err
     assert len(launch("--cpu", "--num_processes", "3", path).reports) == 3
     ((_, environment),) = launch("--gpu_ids", "1", path).reports
     assert environment["CUDA_VISIBLE_DEVICES"] == "1"

@@ -54,8 +54,8 @@ def test_every_event_is_declared_with_its_facts() -> None:
     assert EVENTS["on_loss"] == Event(
         "on_loss",
         ("run",),
-        "The loss of a micro-batch is computed; its gradients are not yet. `run.loss_sum`, a sum over `run.weight` items, "
-        "still has its graph.",
+        "The loss of a micro-batch is computed; its gradients are not yet. `run.loss_sum`, a sum over `run.weight` "
+        "items, still has its graph.",
         per_update=True,
         changes="`run.loss_sum`, `run.weight`",
     )

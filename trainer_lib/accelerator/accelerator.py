@@ -658,9 +658,9 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
     def __getstate__(self) -> Any:
         """Refuse pickles: an Accelerator holds threads, a process group and the prepared objects."""
         raise UnsupportedError(
-            f"An object of {type(self).__name__} cannot be pickled. A dataset or function that data workers or "
-            "launched processes get has to do without it: give it the values it needs, such as "
-            f"accelerator.process_index, or make the {type(self).__name__} in the function that is launched."
+            f"An object of {type(self).__name__} cannot be pickled, so a dataset or function that is sent to data "
+            "workers or launched processes must not hold it. Give them the values they need, such as "
+            f"accelerator.process_index, or create the {type(self).__name__} in the launched function."
         )
 
     def __copy__(self) -> Self:

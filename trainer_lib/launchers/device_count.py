@@ -28,9 +28,9 @@ def check_enough(num_processes: int, accelerators: int) -> None:
     """Raise for more processes on this machine than accelerators, unless it has none."""
     if 0 < accelerators < num_processes:
         raise ConfigurationError(
-            f"{num_processes} processes on this machine were asked for, and it has {accelerators} "
-            f"{_kind()} {'device' if accelerators == 1 else 'devices'}: each process needs one of its own. "
-            f"Ask for at most {accelerators}, or train on the CPU (`--cpu`, ACCELERATE_USE_CPU=1)."
+            f"{num_processes} processes on this machine were requested, and it has {accelerators} "
+            f"{_kind()} {'device' if accelerators == 1 else 'devices'}: each process needs its own. "
+            f"Request at most {accelerators}, or train on the CPU (`--cpu`, ACCELERATE_USE_CPU=1)."
         )
 
 

@@ -157,10 +157,10 @@ def _call_pickled(parent: int, pickled: bytes, threads: int) -> bytes:
 def _pickled(function: Callable[[], Any]) -> bytes:
     if not is_package_available("cloudpickle"):
         raise MissingPackageError(
-            "The accelerator was used in this process already (a tensor moved to it, or only torch.cuda.is_available() "
-            f"asked), so forked processes cannot use it. {describe_first_use()}Restart the kernel and touch it in the "
-            f"launched function only, or install cloudpickle ({pip_install('cloudpickle')}): then fresh processes are "
-            "started instead."
+            "This process has already used the accelerator (moved a tensor there, or only called "
+            f"torch.cuda.is_available()), so forked processes cannot use it. {describe_first_use()}Restart the kernel "
+            "and use it only in the launched function, or install cloudpickle "
+            f"({pip_install('cloudpickle')}): then fresh processes are started instead."
         )
     return importlib.import_module("cloudpickle").dumps(function)
 
