@@ -515,7 +515,7 @@ def test_nothing_is_left_in_the_temporary_folder(
     ("arguments", "message"),
     [
         (["--num_procceses", "2"], "Unknown option '--num_procceses'. Did you mean '--num_processes'?"),
-        (["--mps"], "Unknown option '--mps'. MPS is used where it is there: leave it out."),
+        (["--mps"], "Unknown option '--mps'. MPS is used where it is available: leave it out."),
         (["--include", "0,1"], "Unknown option '--include'. Give --gpu_ids 0,1."),
         (
             ["--nproc-per-node=many"],

@@ -85,5 +85,5 @@ def test_the_checks_are_the_script(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["test", str(tmp_path)]) == 2
     assert "the checks are the script" in capsys.readouterr().err
     assert main(["test", "--help"]) == 0
-    assert "All options of `trainer-lib launch`" in capsys.readouterr().out.replace("\n", " ")
+    assert "Takes all options of `trainer-lib launch`" in capsys.readouterr().out.replace("\n", " ")
     assert main(["test", "--tpu"]) == 2

@@ -191,7 +191,10 @@ def test_what_a_file_may_hold(text: str, values: dict[str, Any]) -> None:
             "ipex_config: {ipex: true}",
             "`ipex_config` is not a known key. This version does not use IPEX: leave it out.",
         ),
-        ("use_mps_device: true", "`use_mps_device` is not a known key. MPS is used where it is there: leave it out."),
+        (
+            "use_mps_device: true",
+            "`use_mps_device` is not a known key. MPS is used where it is available: leave it out.",
+        ),
         ("machine_rank: 'auto'", "`machine_rank` must be a whole number of at least 0 (got 'auto')."),
     ],
 )

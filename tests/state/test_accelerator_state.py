@@ -145,7 +145,7 @@ def test_trainers_one_after_the_other_have_settings_of_their_own() -> None:
 
 def test_a_trainer_says_which_settings_another_one_has() -> None:
     other = trainer(arguments(mixed_precision="bf16"))
-    with pytest.raises(ConfigurationError, match=r"trains with 'bf16' already, as the Accelerator or Trainer that"):
+    with pytest.raises(ConfigurationError, match=r"an Accelerator or Trainer in this process already uses 'bf16'"):
         trainer(arguments())
     other.accelerator.free_memory()
     assert trainer(arguments()).accelerator.mixed_precision == "no"

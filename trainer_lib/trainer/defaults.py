@@ -149,7 +149,7 @@ def _made_optimizer(trainer: TrainerInterface, given: Any, model: nn.Module | No
     if given is not None and not (isinstance(given, type) and issubclass(given, Optimizer)):
         made = given([parameter for group in groups for parameter in group["params"]])
         if not isinstance(made, Optimizer):
-            raise ConfigurationError(f"optimizer made a {type(made).__name__}, which is no torch.optim.Optimizer.")
+            raise ConfigurationError(f"optimizer returned a {type(made).__name__}. Return a torch.optim.Optimizer.")
         return made
     return build_optimizer(
         given or args.optimizer,
@@ -171,7 +171,7 @@ def scheduler(trainer: TrainerInterface, name: str, optimizer: Optimizer, total_
         made = given if is_made else given(optimizer)
         if made is None:
             raise ConfigurationError(
-                "scheduler made nothing: is a return missing? For a rate that stays: "
+                "scheduler returned None: is a return missing? For a constant learning rate: "
                 'TrainingArguments(lr_scheduler="constant").'
             )
         return made

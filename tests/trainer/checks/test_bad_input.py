@@ -766,7 +766,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         "configure_scheduler returned a str",
         {"kind": trainer_class(configure_scheduler=lambda self, optimizer, total_steps, name="": "linear")},
     ),
-    "a schedule that is lost": (ConfigurationError, "scheduler made nothing", {"scheduler": lambda optimizer: None}),
+    "a schedule that is lost": (ConfigurationError, "scheduler returned None", {"scheduler": lambda optimizer: None}),
     "a schedule of no optimizer": (
         ConfigurationError,
         "'defualt'…Did you mean 'default'",
@@ -774,7 +774,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "an optimizer that is lost": (
         ConfigurationError,
-        "optimizer made a NoneType",
+        "optimizer returned a NoneType",
         {"optimizer": lambda: lambda _: None},
     ),
     "a loss with weights that nothing trains": (

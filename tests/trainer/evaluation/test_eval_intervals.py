@@ -190,7 +190,7 @@ def test_without_a_metric_the_best_is_that_of_the_first_set_with_an_interval() -
 def test_a_misspelt_metric_is_named_at_the_first_evaluation_of_its_set() -> None:
     args = arguments(eval_every=EVERY, metric_for_best="eval_test_los", greater_is_better=False)
     model_trainer = trainer(args, eval_dataset=SETS, compute_metrics=lambda message: {"other": 1.0})
-    with pytest.raises(ConfigurationError, match="metric_for_best='eval_test_los' is no metric of this evaluation"):
+    with pytest.raises(ConfigurationError, match="metric_for_best='eval_test_los' is not a metric of this evaluation"):
         model_trainer.fit()
     assert model_trainer.run.state.step == 5
 

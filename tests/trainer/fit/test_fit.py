@@ -107,7 +107,7 @@ def test_an_iterator_that_is_read_up_ends_training_with_a_warning(caplog: pytest
 
     result = trainer(arguments(lr_scheduler="constant"), train_dataset=Once()).fit()
     assert (result.state.step, result.status, result.state.reason) == (5, "stopped", "the data came to an end")
-    assert "an iterator can be read once only" in caplog.text
+    assert "an iterator can be read only once" in caplog.text
 
 
 def test_events_come_in_this_order() -> None:

@@ -187,14 +187,14 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Trainer], str, dict[
     ),
     "a model that chooses": (
         UnsupportedError,
-        "cannot make a program of this Choosing",
+        "cannot export this Choosing",
         lambda: Trainer(Choosing(), arguments()),
         "model.pt2",
         {"example": torch.randn(2, 6)},
     ),
     "a scripted model": (
         UnsupportedError,
-        r"Save it: trainer.unwrapped_model.save\('model.pt'\)",
+        r"Save it instead: trainer.unwrapped_model.save\('model.pt'\)",
         lambda: Trainer(torch.jit.script(network()), arguments()),
         "model.pt2",
         {"example": torch.randn(2, 6)},
@@ -220,4 +220,4 @@ def test_a_sharded_model_is_refused_by_name(tmp_path: Path) -> None:
         return str(caught.value)
 
     for message in run_world(body, timeout=60):
-        assert message.startswith("0.weight is sharded, and a program has whole weights. Save with save_model")
+        assert message.startswith("0.weight is sharded, and an export needs whole weights. Save with save_model")

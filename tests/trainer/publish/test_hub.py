@@ -165,7 +165,7 @@ def test_what_the_hub_refuses_is_told(case: str, hub: Hub, monkeypatch: pytest.M
 
 
 def test_what_cannot_be_meant(hub: Hub) -> None:
-    with pytest.raises(ConfigurationError, match="repo_id='a/b/c' is no name of a repository"):
+    with pytest.raises(ConfigurationError, match="repo_id='a/b/c' is not the name of a repository"):
         trainer().push_to_hub("a/b/c")
     with pytest.raises(ConfigurationError, match=r"'licence'.*Did you mean 'license'"):
         trainer().push_to_hub("points", licence="mit")

@@ -110,7 +110,7 @@ def test_what_was_left_out_is_told_once(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         fitted(Samples(3, 17), on_bad_sample="skip")
     (text,) = [record.getMessage() for record in caplog.records]
-    assert text.startswith("2 samples were left out, as they could not be read. They are ")
+    assert text.startswith("2 samples were skipped, because they could not be read. They are ")
     assert "3 (OSError: file 3 is not there)" in text
 
 

@@ -134,10 +134,10 @@ def test_parts_make_the_update_of_the_whole_batch_and_it_is_told_once(caplog: py
         assert actual == pytest.approx(wanted, rel=1e-5), name
     texts = [record.getMessage() for record in caplog.records]
     assert [text.split(". ")[0] for text in texts] == [
-        "In step 1 64 samples at once did not fit into memory of process 0",
-        "In step 4 32 samples at once did not fit into memory of process 0",
+        "In step 1, a batch of 64 samples did not fit into memory of process 0",
+        "In step 4, a batch of 32 samples did not fit into memory of process 0",
     ]
-    assert "parts of 16; each update is that of the whole batch as before." in texts[1]
+    assert "parts of 16; the updates stay those of whole batches." in texts[1]
 
 
 def test_a_window_begins_anew_with_the_batches_that_did_fit() -> None:
@@ -298,7 +298,7 @@ def test_what_cannot_be_split_is_refused() -> None:
             return super().training_step(model, batch)
 
     auto: dict[str, Any] = {"per_device_train_batch_size": "auto"}
-    with pytest.raises(ConfigurationError, match="what your training_step does besides"):
+    with pytest.raises(ConfigurationError, match="so your training_step would run once for each part"):
         Stepping(network(), arguments(**auto), train_dataset=points(), loss_fn=nn.functional.cross_entropy).fit()
     for options, text in (
         ({"fsdp": True}, "which fsdp does not allow: all ranks of a sharded model compute together"),

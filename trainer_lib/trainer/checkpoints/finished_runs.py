@@ -58,7 +58,7 @@ def load_finished(trainer: TrainerInterface, run: RunFolder, checkpoint: AnyPath
     facts = run.facts
     state = {**facts["state"], "checkpoints": _entries(run)}
     if checkpoint is None:
-        _logger.warning("%s has no checkpoint to load: the model keeps the weights it was given with.", run.path)
+        _logger.warning("%s has no checkpoint to load: the model keeps its current weights.", run.path)
         return FitResult.of({**facts, "state": state, "report": report_of(run)})
     session = FitSession(trainer, run, Signals((), Control(), trainer.accelerator.is_main_process))
     trainer.run = session.run

@@ -53,10 +53,10 @@ class TrainBatches:
         if not state.step:
             raise ConfigurationError(
                 "The training data gave no batch. Is the dataset empty, or an iterator that was read before? With "
-                "drop_last=True it has to hold a whole batch for each process."
+                "drop_last=True it needs a whole batch for each process."
             )
         _logger.warning(
-            "Epoch %d gave no batch: an iterator can be read once only. Training ends at step %d.",
+            "Epoch %d gave no batch: an iterator can be read only once. Training ends at step %d.",
             state.epoch + 1,
             state.step,
         )

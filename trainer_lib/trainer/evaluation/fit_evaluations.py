@@ -177,7 +177,7 @@ class FitEvaluations:
             return
         if name not in metrics:
             raise ConfigurationError(
-                f"metric_for_best={name!r} is no metric of this evaluation. There are: {', '.join(metrics)}."
+                f"metric_for_best={name!r} is not a metric of this evaluation. Known: {', '.join(metrics)}."
                 f"{did_you_mean(name, metrics)}"
             )
         for scheduler in self._schedulers:

@@ -102,8 +102,8 @@ def _set_limits(state: RunState, args: Any, loader: Any, accumulated: int, plan:
     if batches is not None:
         if not batches:
             raise ConfigurationError(
-                f"The training data has no batch, of {_size(loader)} samples. A loader with drop_last=True has to "
-                "have a whole batch for each process: take smaller ones, or leave drop_last out."
+                f"The training data of {_size(loader)} samples has no batch. With drop_last=True it needs a whole "
+                "batch for each process: use a smaller batch size, or leave drop_last out."
             )
         state.steps_per_epoch = math.ceil(batches / accumulated)
     epochs = args.epoch_limit

@@ -72,14 +72,14 @@ def _format(path: AnyPath, given: str | None) -> str:
 def _check_can_export(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(
-            "export makes programs of models in Python, and this one is scripted or traced. Save it: "
+            "export needs a model in Python, and this one is scripted or traced. Save it instead: "
             "trainer.unwrapped_model.save('model.pt')."
         )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "_local_tensor"):
             raise PreparationError(
-                f"{name} is sharded, and a program has whole weights. Save with save_model(folder), load that into a "
-                "new model (load_checkpoint_in_model), and export it by a Trainer without fsdp."
+                f"{name} is sharded, and an export needs whole weights. Save with save_model(folder), load that into a "
+                "new model (load_checkpoint_in_model), and export it with a Trainer without fsdp."
             )
 
 
@@ -96,7 +96,7 @@ def _bare_copy(trainer: TrainerInterface) -> nn.Module:
 def _first_inputs(trainer: TrainerInterface) -> Any:
     """Return the inputs of the first batch, without its targets."""
     if trainer.eval_dataset is None and trainer.train_dataset is None:
-        raise ConfigurationError("export needs to know what the model is called with: export(path, example=inputs).")
+        raise ConfigurationError("export needs example inputs of the model. Give export(path, example=inputs).")
     with torch.random.fork_rng(devices=[]):  # a loader draws from the generator
         if trainer.eval_dataset is not None:
             first = next(iter(named_sets(trainer, trainer.eval_dataset).values()))
@@ -143,8 +143,8 @@ def _program(model: nn.Module, call: _Call, dynamic: Sequence[int]) -> "Exported
             return torch.export.export(model, call.positional, call.named, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise UnsupportedError(
-            f"torch.export cannot make a program of this {type(model).__name__}, for inputs whose sizes differ in "
-            f"dimensions {list(dynamic)}: {_first_line(error)} Where these sizes are fixed, say so by dynamic=()."
+            f"torch.export cannot export this {type(model).__name__} for inputs with any sizes in dimensions "
+            f"{list(dynamic)}: {_first_line(error)} If these sizes are fixed, give dynamic=()."
         ) from error
 
 
@@ -164,7 +164,7 @@ def _write_onnx(program: "ExportedProgram", file: Path) -> None:
     try:
         torch.onnx.export(program, f=str(file), verbose=False, external_data=size > _LARGEST_FILE)
     except Exception as error:
-        raise UnsupportedError(f"torch.onnx cannot make a program of this model: {_first_line(error)}") from error
+        raise UnsupportedError(f"torch.onnx cannot export this model: {_first_line(error)}") from error
 
 
 _WRITERS: dict[str, Callable[["ExportedProgram", Path], None]] = {"torch": _write_torch, "onnx": _write_onnx}

@@ -75,8 +75,8 @@ class _Repository:
         token = token or self._hub.get_token()
         if token is None:
             raise HubError(
-                "There is no token, which the Hub knows its users by. Log in with `hf auth login`, set HF_TOKEN, or "
-                "give push_to_hub(token=…)."
+                "There is no token for the Hub. Log in with `hf auth login`, set HF_TOKEN, or give "
+                "push_to_hub(token=…)."
             )
         self._api = self._hub.HfApi(token=token)
         # If it must be new, a retry would take the repository of a first call, whose answer was lost, for an old one.

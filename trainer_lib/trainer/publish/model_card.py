@@ -276,4 +276,6 @@ def check_repository(name: str) -> None:
         ConfigurationError: If the name is not valid.
     """
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigurationError(f'repo_id={name!r} is no name of a repository. Give "owner/name", or "name" of yours.')
+        raise ConfigurationError(
+            f'repo_id={name!r} is not the name of a repository. Give "owner/name", or "name" of yours.'
+        )

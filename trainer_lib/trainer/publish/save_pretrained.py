@@ -64,7 +64,7 @@ def read_arguments(checkpoint: AnyPath) -> TrainingArguments:
     file = checkpoint / ARGUMENTS_FILE
     if not file.is_file():
         raise CheckpointError(
-            f"{checkpoint} has no {ARGUMENTS_FILE}, so it is no checkpoint of a Trainer. Give the arguments: "
+            f"{checkpoint} has no {ARGUMENTS_FILE}, so it is not a checkpoint of a Trainer. Give the arguments: "
             f"Trainer(model, args).fit(resume={str(checkpoint)!r})."
         )
     return TrainingArguments.from_file(file)

@@ -64,7 +64,7 @@ class BadSamples:
             where = "" if self._context.folder is None else f" {self._context.folder.path / FILE} lists them."
             count = f"{len(samples)} samples were" if len(samples) > 1 else "1 sample was"
             listed = self._quarantine.description()
-            _logger.warning("%s left out, as they could not be read. %s%s", count, listed, where)
+            _logger.warning("%s skipped, because they could not be read. %s%s", count, listed, where)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was left out, as far as the processes agreed on it."""
@@ -95,8 +95,8 @@ def check_can_leave_out(args: "TrainingArguments", loader: DataLoader[Any], opti
     """
     if args.on_bad_sample == "skip" and isinstance(loader.dataset, IterableDataset):
         raise UnsupportedError(
-            f'on_bad_sample="skip" leaves out samples that have an index, and {option} is iterable: one that raises '
-            'has come to its end. Catch the error in its __iter__, or give on_bad_sample="raise".'
+            f'on_bad_sample="skip" needs samples with an index, and {option} is iterable: an iterator that raises '
+            'has ended. Catch the error in its __iter__, or give on_bad_sample="raise".'
         )
 
 

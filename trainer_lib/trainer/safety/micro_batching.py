@@ -202,8 +202,8 @@ class MicroBatching:
         self.size = size
         if not self._context.in_sandbox:
             _logger.warning(
-                "In step %d %d samples at once did not fit into memory of process %d. From now on batches are computed "
-                "in parts of %d; each update is that of the whole batch as before.",
+                "In step %d, a batch of %d samples did not fit into memory of process %d. From now on, batches are "
+                "computed in parts of %d; the updates stay those of whole batches.",
                 step,
                 tried,
                 self._accelerator.process_index,
@@ -217,13 +217,13 @@ class MicroBatching:
     def _check(self) -> None:
         if self._context.has_own_step:
             raise ConfigurationError(
-                'per_device_train_batch_size="auto" computes a batch in several parts, and what your training_step '
-                "does besides would be done for each. Override compute_loss instead, or give a number."
+                'per_device_train_batch_size="auto" computes a batch in several parts, so your training_step would run '
+                "once for each part. Override compute_loss instead, or give a number."
             )
         if self._strategy.is_in_lockstep:
             raise UnsupportedError(
-                'per_device_train_batch_size="auto" lets each process compute its batch in parts of its own, and the '
-                "processes of a sharded model compute all together. Give a number."
+                'per_device_train_batch_size="auto" lets each process split its own batches, and the processes of a '
+                "sharded model must compute together. Give a number."
             )
         if not self._is_local:
             self._strategy.check_local_backwards()
