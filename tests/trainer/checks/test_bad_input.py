@@ -532,7 +532,7 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
     ),
     "a loader without a batch": (
         ConfigurationError,
-        "no batch…16 samples…drop_last",
+        "16 samples has no batch…drop_last",
         {"train_dataset": lambda: DataLoader(TensorDataset(*DATA), batch_size=32, drop_last=True)},
     ),
     "samples shared out twice": (
