@@ -1,6 +1,10 @@
 """Errors for failed processes: the first failure comes first, with its traceback."""
 
-from trainer_lib.launchers.process_failures import Failure, failed
+from pathlib import Path
+
+import pytest
+
+from trainer_lib.launchers.process_failures import Failure, failed, failure_of
 
 
 def trace(error: str, depth: int = 1) -> str:
@@ -92,3 +96,13 @@ def test_messages_that_follow_are_cut_short() -> None:
         Failure(rank=1, exit_code=1, traceback=trace("RuntimeError: " + "long " * 100), when=1),
     ]
     assert len(str(failed(failures, num_processes=2)).splitlines()[1]) < 250
+
+
+@pytest.mark.parametrize("written", ["", '{"message": {"mess'])
+def test_a_record_that_a_kill_cut_off_does_not_hide_the_cause(written: str, tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    record.write_text(written)
+    cause = Failure(rank=0, exit_code=1, traceback=trace("ValueError: first"), when=1)
+    report = str(failed([failure_of(1, -9, record), cause], num_processes=2)).splitlines()
+    assert report[0] == "Process 0 of 2 failed with exit code 1."
+    assert report[1].startswith("After that, process 1 raised an error that is not known")

@@ -134,7 +134,10 @@ def failed(failures: Iterable[Failure], num_processes: int, *, is_printed: bool 
 
 
 def _traceback(record: Path) -> str:
-    message = json.loads(record.read_text())["message"]
+    try:
+        message = json.loads(record.read_text())["message"]
+    except ValueError:
+        return "an error that is not known: the process was killed while it recorded it"
     return message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
 
 
