@@ -1,10 +1,12 @@
 """The models of a trainer, prepared once: placed on the device, distributed and compiled."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from trainer_lib.logging import get_logger
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 
 if TYPE_CHECKING:
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
 
 Models = nn.Module | Mapping[str, nn.Module]
+
+_logger = get_logger(__name__)
 
 
 class PreparedModels:
@@ -42,6 +46,8 @@ class PreparedModels:
             )
             for name, model in named.items()
         }
+        for model in named.values():
+            _expect_reductions(model, accelerator)
 
     def unfreeze(self) -> None:
         """Let the parameters train that `parameter_groups` froze: the next call freezes those that it names then."""
@@ -88,6 +94,22 @@ def begin_training(model: nn.Module, bare: nn.Module) -> None:
     model.train()
     for module, training in modes:
         module.training = training
+
+
+def _expect_reductions(model: nn.Module, accelerator: "Accelerator") -> None:
+    """Let all ranks make as many forwards if those of a model communicate, and warn of its loss."""
+    if accelerator.group.size == 1 or "transformers" not in sys.modules:
+        return
+    from trainer_lib.trainer.losses.model_labels import reduces_counts
+
+    if reduces_counts(model):
+        accelerator.strategy.needs_lockstep = True
+        _logger.warning_once(
+            f"{type(model).__name__} divides its loss by a number of boxes or masks that transformers reduces over the "
+            "ranks, so losses depend on the number of ranks, and an update with accumulation differs from that of one "
+            "big batch. Most models do so only because transformers.TrainingArguments was made, which sets up "
+            "Accelerate: give trainer_lib.TrainingArguments alone."
+        )
 
 
 def _outermost_evaluating(module: nn.Module) -> Iterator[nn.Module]:

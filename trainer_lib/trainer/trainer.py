@@ -407,10 +407,12 @@ class Trainer(ToolMethods, PublishMethods):
 
     @overridable
     def num_items(self, batch: Any) -> Weight:
-        """Return the number of items in the mean loss of a batch: labels that are not ignored, else samples."""
+        """Return the number of items in the mean loss of a batch: labels that are not ignored, boxes, or samples."""
         loss = self.parts.loss
         if loss.averages_samples:
             return float(loss.samples(batch))
+        if loss.averages_boxes:
+            return loss.boxes(batch)
         shift = self.label_shift
         shifted = shift.answer if shift.is_known else shift(batch)
         return count_items(batch, self.args.label_names, shifted, loss.samples, loss.ignored_label)

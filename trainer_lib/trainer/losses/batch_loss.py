@@ -82,11 +82,21 @@ class BatchLoss:
 
         return averages_samples(self._trainer.unwrapped_model)
 
+    @functools.cached_property
+    def averages_boxes(self) -> bool:
+        """Whether the loss is a sum divided by the number of boxes in the batch of this rank."""
+        if self._trainer.loss_fn is not None:
+            return False
+        from trainer_lib.trainer.losses.model_labels import averages_boxes, reduces_counts
+
+        bare, ranks = self._trainer.unwrapped_model, self._trainer.accelerator.group.size
+        return averages_boxes(bare) and not (ranks > 1 and reduces_counts(bare))
+
     def forget(self) -> None:
         """Forget what was made from the loss function and the model; the next batch uses those that there are then."""
         self._objective, self._has_checked = None, False
-        self.__dict__.pop("ignored_label", None)
-        self.__dict__.pop("averages_samples", None)
+        for name in ("ignored_label", "averages_samples", "averages_boxes"):
+            self.__dict__.pop(name, None)
 
     @property
     def has_own_step(self) -> bool:
@@ -151,6 +161,13 @@ class BatchLoss:
                 "in losses. Override num_items(batch), which returns how many items the mean loss averages over."
             )
         return read or 1
+
+    def boxes(self, batch: Any) -> float:
+        """Return the number of boxes that the loss of a batch is divided by, at least 1; its samples without labels."""
+        labels = targets_of(batch, self._trainer.args.label_names)
+        if labels is None:
+            return float(self.samples(batch))
+        return float(max(sum(len(of_image["class_labels"]) for of_image in labels), 1))
 
     def changed(self, result: LossResult) -> LossResult:
         """Return a training loss as changed by callbacks in `on_loss`."""

@@ -1,5 +1,8 @@
 """What the losses of models of transformers average over, where their labels alone do not show it."""
 
+import sys
+from typing import Any
+
 from torch import nn
 
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
@@ -8,6 +11,13 @@ from trainer_lib.trainer.losses.label_shift import is_from_transformers
 
 _SEGMENTATION = "ForSemanticSegmentation"
 _IGNORED_LABELS = "semantic_loss_ignore_index", "loss_ignore_index"  # as the configurations call it
+# All parts of their losses are sums divided by the number of boxes.
+_OVER_BOXES = (
+    *("DeformableDetrForObjectDetection", "ConditionalDetrForObjectDetection", "DabDetrForObjectDetection"),
+    *("RTDetrForObjectDetection", "RTDetrV2ForObjectDetection", "LwDetrForObjectDetection"),
+)
+_REDUCING = "LwDetrForObjectDetection", "RfDetrForObjectDetection", "RfDetrForInstanceSegmentation"
+_DETECTION = "ForObjectDetection", "ForSegmentation", "ForUniversalSegmentation", "ForInstanceSegmentation"
 
 
 def label_ignored_by(bare: nn.Module) -> int:
@@ -31,6 +41,21 @@ def averages_samples(bare: nn.Module) -> bool:
     return _is_model(bare, "ForCTC")
 
 
-def _is_model(bare: nn.Module, ending: str) -> bool:
+def averages_boxes(bare: nn.Module) -> bool:
+    """Whether a model divides its loss by the number of boxes in its own batch."""
+    return _is_model(bare, _OVER_BOXES)
+
+
+def reduces_counts(bare: nn.Module) -> bool:
+    """Whether a model adds up the boxes or masks of all ranks in its forward, where there are several.
+
+    Most do it only where Accelerate has a state, which `transformers.TrainingArguments` creates.
+    """
+    state: Any = getattr(sys.modules.get("accelerate"), "PartialState", None)
+    has_state = bool(getattr(state, "_shared_state", None))  # as these models ask for it
+    return _is_model(bare, _DETECTION if has_state else _REDUCING)
+
+
+def _is_model(bare: nn.Module, endings: str | tuple[str, ...]) -> bool:
     kinds = type(without_adapter(bare)).__mro__
-    return is_from_transformers(bare) and any(kind.__name__.endswith(ending) for kind in kinds)
+    return is_from_transformers(bare) and any(kind.__name__.endswith(endings) for kind in kinds)
