@@ -226,3 +226,12 @@ def test_a_hook_of_the_users_own_stays() -> None:
     for average, ours in run_world(_own_hook, (), 2, timeout=60):
         assert average == 0.5
         toy.assert_same(ours, [gradient * 2 for gradient in toy.gradients(network)])
+
+
+def _of_one_rank() -> tuple[str, bool, bool]:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    return accelerator.distributed_type.value, accelerator.prepare(model) is model, accelerator.use_distributed
+
+
+def test_one_rank_of_a_launcher_trains_without_ddp() -> None:
+    assert run_world(_of_one_rank, (), 1) == [("MULTI_CPU", True, False)]

@@ -77,7 +77,7 @@ def choose_strategy(
     data_group: ProcessGroup | None = None,
     deepspeed: "DeepSpeedPlugins | None" = None,
 ) -> Strategy:
-    """Return the strategy that the options ask for, else DDP if a launcher started ranks (even one), else none.
+    """Return the strategy that the options ask for, else DDP if there are several ranks, else none.
 
     Raises:
         ConfigurationError: If the options of a registered strategy come with those of another one.
@@ -117,7 +117,8 @@ def choose_strategy(
 
         _warn_of_unused(ddp, "FSDP shards the models")
         return FSDP(group, device, fsdp, parallelism, mixed_precision)
-    if distributed_type == DistributedType.NO:
+    # DDP would wait for unused parameters and keep a second copy of the gradients, though a launcher started one rank.
+    if group.size == 1 and distributed_type != DistributedType.MEGATRON_LM:  # whose train steps are on DDP's wrapper
         return SingleDevice(group, device, ddp)
     from trainer_lib.strategies.ddp.ddp import DDP
 
