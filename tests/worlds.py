@@ -115,6 +115,17 @@ def forget_world() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
+    if "accelerate" in sys.modules:
+        _forget_state_of_accelerate()
+
+
+def _forget_state_of_accelerate() -> None:
+    """Reset what `transformers.TrainingArguments` has made: models of transformers reduce over ranks where it is."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    GradientState._reset_state()
 
 
 def _forget_layouts() -> None:

@@ -347,10 +347,27 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/checkpoints/*")) == []
 
 
-def test_a_request_to_one_process_after_the_last_checkpoint_ends_both(tmp_path: Path) -> None:
-    asks = Asks(20, [(signal.SIGUSR1, 0)], "on_fit_end")
-    assert lives(tmp_path, [None, asks], 2, max_steps=20) == [[138, "SIGUSR1", 20]] * 2
-    (run,) = tmp_path.glob("*/run.json")
+def test_a_request_in_on_fit_end_ends_its_process_while_another_one_is_still_there(tmp_path: Path) -> None:
+    has_ended = tmp_path / "ended"
+
+    class Uploads(Callback):
+        def on_fit_end(self, run: Run) -> None:
+            for _ in range(1000):
+                if run.is_main_process and not has_ended.exists():
+                    time.sleep(0.03)
+
+    def live() -> tuple[Any, bool]:
+        callbacks = [Asks(3, [(signal.SIGUSR1, 0)], "on_fit_end")] if os.environ["RANK"] == "1" else [Uploads()]
+        model_trainer = trainer(arguments(output_dir=tmp_path / "runs", max_steps=3), callbacks=callbacks)
+        try:
+            result: Any = model_trainer.fit().status
+        except Interrupted as stop:
+            result = stop.code, stop.result.status
+            has_ended.touch()
+        return result, has_ended.exists()
+
+    assert run_world(live, (), 2, timeout=60) == [("finished", True), ((138, "finished"), True)]
+    (run,) = tmp_path.glob("runs/*/run.json")
     assert '"status": "finished"' in run.read_text()
 
 

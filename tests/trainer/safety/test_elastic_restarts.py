@@ -71,7 +71,7 @@ def test_with_another_global_batch_schedule_and_end_follow_the_samples(
 ) -> None:
     result = small(at(run, step), per_device_train_batch_size=batch)
     assert (result.state.step, result.state.epoch, result.state.samples) == (steps, 2, 80)
-    assert f"{steps} steps, {length} an epoch, 2 epochs, resumed at step {step}" in capsys.readouterr().err
+    assert f"{steps} steps, {length} per epoch, 2 epochs, resumed at step {step}" in capsys.readouterr().err
     made = rates(result)
     for number in range(step + 1, steps + 1):
         # The rate in force once the update is made.

@@ -109,6 +109,8 @@ class FitEnd:
             state.status = "unsaved"
         if args.load_best_at_end and state.best is not None:
             self._load_best()
+        # Nothing is left undone; but whoever sent a signal gets its exit code.
+        self._owed.interruption = self.agreed_interruption()
 
     def close(self, status: Any) -> None:
         """Record how the run ended, and let the callbacks know."""

@@ -98,13 +98,15 @@ def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -
             raise
         finally:
             session.close(status)
-        # After the last step nothing is left undone; but whoever sent a signal, also in on_fit_end, gets its exit code.
-        interruption = session.owed.interruption or session.end.agreed_interruption()
     result = session.end.result()
-    if interruption is not None and not is_interactive():
-        session.end.leave_together()
-        signals.hand_on()
-        raise Interrupted(interruption, result)
+    if not is_interactive():
+        if session.owed.interruption is not None:
+            session.end.leave_together()
+        # One that came in on_fit_end is for this rank alone: others may be there for long, and none waits for them.
+        interruption = session.owed.interruption or session.run.control.interruption
+        if interruption is not None:
+            signals.hand_on()
+            raise Interrupted(interruption, result)
     signals.hand_on()
     if result.status == "unsaved":
         raise session.saver.unsaved_error(result)
