@@ -179,7 +179,7 @@ def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Learn to write Python, byte by byte.")
     parser.add_argument("--output_dir", help="where runs are kept (default: nowhere)")
-    parser.add_argument("--resume", default="never", help='"auto": resume the newest unfinished run')
+    parser.add_argument("--resume", default="never", help='"auto": resume the newest run of the folder')
     parser.add_argument("--max_steps", type=int, default=1000)
     parser.add_argument("--save_every", default="250 steps")
     parser.add_argument("--context", type=int, default=64, help="how many bytes it sees")

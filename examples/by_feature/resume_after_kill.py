@@ -47,7 +47,7 @@ def train(folder: Path, killed_at: int) -> None:
             per_device_train_batch_size=32,
             learning_rate=3e-3,
             save_every="20 steps",
-            resume="auto",  # the newest unfinished run in the folder, or a new one
+            resume="auto",  # the newest run in the folder, or a new one
             progress_bar=False,
         ),
         train_dataset=(images, digits),

@@ -36,7 +36,7 @@ _EXAMPLES = """\
 examples:
   trainer-lib train --task text-classification --model distilbert-base-uncased --data reviews.csv --eval_fraction 0.1
   trainer-lib train --task tabular --model mlp --data iris.csv --num_train_epochs 20 --learning_rate 1e-2
-  trainer-lib train --config run.yaml --resume           resume the newest unfinished run of output_dir
+  trainer-lib train --config run.yaml --resume           resume the newest run of output_dir
   trainer-lib train --config run.yaml --dry-run          check it: two updates, a save and a resume, nothing is kept
   trainer-lib launch --num_processes 2 -m trainer_lib train --config run.yaml
 Values are written as in YAML. Options override the file; hyphens count as underscores.\

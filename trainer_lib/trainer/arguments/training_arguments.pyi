@@ -41,9 +41,9 @@ class TrainingArguments(ArgumentsBase):
         output_dir: The folder in which each run creates its own subfolder: a path, or a URL such as `s3://bucket/runs`;
             `None` writes nothing.
         run_name: A display name for the run.
-        resume: Which run to resume: "never" starts a new one, "auto" resumes the newest unfinished run in `output_dir`,
-            "extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes that
-            checkpoint.
+        resume: Which run to resume: "never" starts a new one, "auto" resumes the newest run in `output_dir` of the same
+            model and data, "extend" also resumes a finished one that now has more epochs or steps to train, and a path
+            resumes that checkpoint.
         seed: The seed for weights, dropout and the order of the data; `None` seeds nothing.
         data_seed: The seed for the order of the data alone; `None` uses `seed`.
 
@@ -209,9 +209,9 @@ class TrainingArguments(ArgumentsBase):
     run_name: str | None = None
     """A display name for the run."""
     resume: str | os.PathLike[str] = 'never'
-    """Which run to resume: "never" starts a new one, "auto" resumes the newest unfinished run in `output_dir`,
-    "extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes that
-    checkpoint.
+    """Which run to resume: "never" starts a new one, "auto" resumes the newest run in `output_dir` of the same model
+    and data, "extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes
+    that checkpoint.
     """
     seed: int | None = 42
     """The seed for weights, dropout and the order of the data; `None` seeds nothing."""
