@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.data import Dataset
+from transformers import DynamicCache
 
 from tests.trainer.exact import Updates, assert_updates, updates_of
 from tests.worlds import run_world
@@ -356,6 +357,8 @@ LOSS = torch.tensor(2.0)
         ({"loss": LOSS, "logits": INPUTS, "hidden_states": IDS}, LOSS, INPUTS),
         ({"loss": None, "logits": INPUTS}, None, INPUTS),
         ({"loss": LOSS, "scores": INPUTS, "past_key_values": object()}, LOSS, INPUTS),
+        ({"last_hidden_state": INPUTS, "cache": DynamicCache()}, None, INPUTS),  # as of transformers 5.24
+        ({"last_hidden_state": INPUTS, "cache": None}, None, INPUTS),
         (Sample(INPUTS, None, None), None, INPUTS),
     ],
 )

@@ -261,7 +261,7 @@ def _unpacked(model: nn.Module, annotation: Any) -> Any:
 
 
 def predictions_of(outputs: Any) -> Any:
-    """Return the predictions in a model's outputs: `logits` if there are any, else all outputs but the loss."""
+    """Return the predictions in a model's outputs: `logits` if there are any, else all but the loss and the cache."""
     if outputs is None or is_scalar(outputs):
         return None
     named = as_mapping(outputs)
@@ -271,13 +271,19 @@ def predictions_of(outputs: Any) -> Any:
         rest = {
             name: value
             for name, value in named.items()
-            if name not in ("loss", "past_key_values") and value is not None
+            if name not in ("loss", "past_key_values") and value is not None and not _is_cache(value)
         }
         return next(iter(rest.values())) if len(rest) == 1 else rest
     if isinstance(outputs, (tuple, list)):
         rest = tuple(value for value in outputs if value is not None and not is_scalar(value))
         return rest[0] if len(rest) == 1 else rest
     return outputs
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a decoder's cache of keys and values, whose name depends on the version of transformers."""
+    module: Any = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
 
 
 def loss_of(outputs: Any) -> Tensor | None:
