@@ -87,9 +87,9 @@ class TrainingArguments(ArgumentsBase):
     resume: str | os.PathLike[str] = setting(
         RUN,
         NEVER,
-        'Which run to resume: "never" starts a new one, "auto" resumes the newest run in `output_dir` of the same model and data, '
-        '"extend" also resumes a finished one that now has more epochs or steps to train, and a path resumes that '
-        "checkpoint.",
+        'Which run to resume: "never" starts a new one, "auto" resumes the newest run in `output_dir` of the same '
+        'model and data, "extend" also resumes a finished one that now has more epochs or steps to train, and a path '
+        "resumes that checkpoint.",
         check=checks.resume,
         on_resume=OnResume.SILENT,
     )
