@@ -80,3 +80,12 @@ def assert_updates(actual: Updates, model: nn.Module, losses: Sequence[Callable[
                 atol=1e-6 * largest,
                 msg=lambda message, name=name: f"{name}: {message}",
             )
+
+
+def with_fixed_statistics(model: Any) -> Any:
+    """Return a model whose BatchNorm does not train: its statistics would be those of a micro-batch."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
+            module.training = False
+    return model

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     DeformableDetrConfig,
     DeformableDetrForObjectDetection,
@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers import TrainingArguments as TheirArguments
 
-from tests.trainer.exact import Updates, assert_updates, updates_of
+from tests.trainer.exact import Updates, assert_updates, updates_of, with_fixed_statistics
 from tests.trainer.fit.test_exact_updates import arguments
 from tests.worlds import run_world
 from trainer_lib import Trainer
@@ -37,12 +37,7 @@ def detector(kind: Any) -> Any:
     if kind is DeformableDetrConfig:
         options |= {"num_feature_levels": 2, "encoder_n_points": 2, "decoder_n_points": 2}
     model_of: Any = DeformableDetrForObjectDetection if kind is DeformableDetrConfig else DetrForObjectDetection
-    model = model_of(kind(**layers, **heads, **options))
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # whose statistics are those of a micro-batch
-            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
-            module.training = False
-    return model
+    return with_fixed_statistics(model_of(kind(**layers, **heads, **options)))
 
 
 def pictures() -> list[dict[str, Any]]:

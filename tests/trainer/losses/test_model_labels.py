@@ -16,6 +16,7 @@ from transformers import (
     Wav2Vec2ForCTC,
 )
 
+from tests.trainer.exact import with_fixed_statistics
 from tests.trainer.fit.test_exact_updates import Gradients, arguments, assert_equal, train
 from tests.worlds import run_world
 from trainer_lib import Trainer
@@ -60,12 +61,7 @@ def painter(labels: int = 5) -> nn.Module:
         patch_sizes=[3, 3], strides=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=8, **sizes,
         classifier_dropout_prob=0.0, drop_path_rate=0.0,
     )  # fmt: skip
-    model = SegformerForSemanticSegmentation(config)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):  # whose statistics are those of a micro-batch
-            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
-            module.training = False
-    return model
+    return with_fixed_statistics(SegformerForSemanticSegmentation(config))
 
 
 def pictures() -> list[dict[str, Tensor]]:
