@@ -98,16 +98,14 @@ def _train(trainer: TrainerInterface, resume_point: ResumePoint, lease: Lease) -
             raise
         finally:
             session.close(status)
-    result = session.end.result()
-    if not is_interactive():
-        if session.owed.interruption is not None:
-            session.end.leave_together()
-        # One that came in on_fit_end is for this rank alone: others may be there for long, and none waits for them.
-        interruption = session.owed.interruption or session.run.control.interruption
-        if interruption is not None:
-            signals.hand_on()
-            raise Interrupted(interruption, result)
+    result, agreed = session.end.result(), session.owed.interruption
+    if agreed is not None and not is_interactive():
+        session.end.leave_together()
     signals.hand_on()
+    # A signal in on_fit_end ends this rank alone: another one may be there for long, and none waits for it.
+    interruption = agreed or session.run.control.interruption
+    if interruption is not None and not is_interactive():
+        raise Interrupted(interruption, result)
     if result.status == "unsaved":
         raise session.saver.unsaved_error(result)
     return result
