@@ -60,9 +60,10 @@ def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path: Path) -> Non
     alive = make_run(tmp_path / "alive", lines, unended(process=describe_process()))
     dead = make_run(tmp_path / "dead", lines, unended(process=host))
     reborn = make_run(tmp_path / "reborn", lines, unended(process={**describe_process(), "began": 1.0}))
+    before_boot = make_run(tmp_path / "boot", lines, unended(process={**describe_process(), "boot": "another"}))
     far = make_run(tmp_path / "far", lines, unended(process={**describe_process(), "host": "elsewhere"}))
-    states = [summarize_run(folder).status for folder in (alive, dead, reborn, far)]
-    assert states == ["running", "died", "died", "running"]
+    states = [summarize_run(folder).status for folder in (alive, dead, reborn, before_boot, far)]
+    assert states == ["running", "died", "died", "died", "running"]
     with (far / "history.jsonl").open("a") as file:
         file.write(json.dumps({**line("log", 11), "time": time.time() - 700}) + "\n")
     assert summarize_run(far).status == "silent"
