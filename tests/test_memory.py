@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import mmap
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,8 @@ TOO_MUCH = 2**55
 
 
 def filled(megabytes: int) -> Tensor:
-    return torch.ones(megabytes * MEGABYTE // 4)
+    """Return a tensor in pages new from the kernel: the heap of a worker may have free room for it, and not grow."""
+    return torch.frombuffer(mmap.mmap(-1, megabytes * MEGABYTE), dtype=torch.float32).fill_(1.0)
 
 
 @pytest.fixture(autouse=True)
