@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -314,16 +315,18 @@ def test_a_file_gets_complete_lines_at_intervals(tmp_path: Path) -> None:
     assert re.fullmatch(r"train: 100/100 \(100%\), .* it/s, 00:00 so far, 00:00 left, loss 0.01, epoch 0", third)
 
 
-def test_seconds_per_line_sets_the_interval() -> None:
+def test_seconds_per_line_sets_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("trainer_lib.callbacks.progress_bar.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     file = io.StringIO()
-    bar, run = ProgressBar(file=file, seconds_per_line=0.02), running()
+    bar, run = ProgressBar(file=file, seconds_per_line=2.0), running()
     events = Dispatcher([bar])
     events.fire("on_fit_begin", run)
-    began = time.perf_counter()
-    while time.perf_counter() < began + 0.1:
+    for _ in range(10):
+        clock[0] += 1.0
         run.state.step += 1
         events.fire("on_step_end", run)
-    assert 2 <= len(file.getvalue().splitlines()) <= 5
+    assert len(file.getvalue().splitlines()) == 5
     events.fire("on_fit_end", run)
     assert re.match(rf"train: {run.state.step}, .* it/s, 00:00 so far$", file.getvalue().splitlines()[-1])
 

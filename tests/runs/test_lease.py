@@ -90,7 +90,7 @@ def test_a_living_program_keeps_its_lease_and_a_killed_one_loses_it_at_once(tmp_
     began = time.monotonic()
     with Lease(tmp_path) as lease:
         lease.acquire()
-        assert time.monotonic() < began + 1
+        assert time.monotonic() < began + leases.STALE_AFTER / 2
         assert lease.loss() is None
         assert lease_files(tmp_path) == ["lease-00000002.json"]
     assert lease_files(tmp_path) == []
@@ -221,7 +221,7 @@ def test_a_process_that_cannot_be_asked_is_followed_once_it_gives_no_sign_of_lif
     began = time.monotonic()
     with Lease(folder) as lease:
         lease.acquire()
-        assert 0.5 < time.monotonic() - began < 5
+        assert 0.5 < time.monotonic() - began < 60
         assert lease.is_held
         with pytest.raises(RunInUseError, match="is in use"):
             Lease(folder).acquire()

@@ -78,7 +78,7 @@ def test_the_first_limit_reached_ends_a_run(limits: dict[str, Any], steps: int, 
 def test_time_ends_a_run() -> None:
     result = trainer(arguments(max_time=0.3, lr_scheduler="constant")).fit()
     assert (result.status, result.state.reason) == ("stopped", "max_time is over")
-    assert 0.3 <= result.state.seconds < 5
+    assert 0.3 <= result.state.seconds < 60
 
 
 def test_time_before_a_resume_counts(tmp_path: Path) -> None:
