@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.pages import run_example
-from tests.worlds import run_world
+from tests.worlds import close_worlds, run_world
 from trainer_lib import ConfigurationError, Trainer, TrainerClassifier, TrainerRegressor, TrainingArguments, set_seed
 from trainer_lib.callbacks import EMA, EarlyStopping
 from trainer_lib.foundation.errors import SignatureError, UnsupportedError
@@ -43,6 +43,7 @@ def frozen() -> Iterator[None]:
 def untracked() -> Iterator[None]:
     """End the process that joblib starts to look after temporary files, and keeps until Python ends."""
     yield
+    close_worlds()  # those forked meanwhile hold the pipe whose end it waits for
     _resource_tracker._stop()
 
 
