@@ -101,7 +101,7 @@ def test_a_database(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPa
     trackers = group(uri, tmp_path, token=TOKEN)
     trackers.store_init_configuration({"lr": 0.1, "model": {"layers": 2}, "api_key": "k", "long": "x" * 7000})
     for step in range(1, 4):
-        trackers.log({"loss": 1.0 / step, "eval": {"a@1": 0.5}, "odd": math.nan}, step=step)
+        trackers.log({"loss": 1.0 / step, "eval": {"a@1": 0.5}, "odd": math.nan, "norms//": 2.0}, step=step)
     (handle,) = trackers.trackers
     (tmp_path / "notes.txt").write_text("hello")
     handle.log_artifact(tmp_path / "notes.txt", "notes")
@@ -125,7 +125,7 @@ def test_a_database(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPa
     }
     assert len(run.data.params["long"]) == 6000
     assert run.data.tags["changed.lr"] == "0.2"
-    assert run.data.metrics["eval/a_1"] == 0.5
+    assert (run.data.metrics["eval/a_1"], run.data.metrics["norms"]) == (0.5, 2.0)
     assert math.isnan(run.data.metrics["odd"])
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"notes", "table-3.json"}
 

@@ -109,8 +109,9 @@ class MLflowTracker(BuiltInTracker):
 
     @classmethod
     def metric_name(cls, name: str) -> str:
-        """Return a name that MLflow accepts."""
-        return _REFUSED.sub("_", name)[:_LONGEST_NAME]
+        """Return a name that MLflow accepts: as a path of files, too, it has to lead to itself."""
+        parts = _REFUSED.sub("_", name)[:_LONGEST_NAME].split("/")
+        return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
     @classmethod
     def continuing(cls, token: str, resume_step: int | None) -> dict[str, Any]:
