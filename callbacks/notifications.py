@@ -54,11 +54,12 @@ class Webhook(Callback):
         timeout: float = 5.0,
     ) -> None:
         self._host = _host_of(url)
-        for event in [events] if isinstance(events, str) else events:
+        names: Any = (events,) if isinstance(events, str) else events
+        for event in names:
             if event not in _EVENTS:
                 raise ConfigurationError(unknown("event", event, _EVENTS))
         check_positive("timeout", timeout)
-        self.url, self.events, self.timeout = url, tuple(events), float(timeout)
+        self.url, self.events, self.timeout = url, tuple(names), float(timeout)
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._queue: queue.Queue[bytes | None] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None

@@ -61,6 +61,12 @@ def test_a_run_tells_when_it_starts_is_better_and_ends() -> None:
     assert (posts[3]["status"], posts[3]["reason"]) == ("finished", None)
 
 
+def test_one_event_may_come_by_its_name_alone() -> None:
+    with server() as (url, posts):
+        trainer(arguments(num_train_epochs=1), callbacks=[Webhook(url, "ended")]).fit()  # type: ignore[arg-type]
+    assert [message["event"] for message in posts] == ["ended"]
+
+
 def test_a_run_that_fails_tells_why() -> None:
     with server() as (url, posts), pytest.raises(ValueError, match="no such thing"):
         trainer(callbacks=[Slack(url, ["ended"]), Fails()]).fit()
