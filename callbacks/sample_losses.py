@@ -5,7 +5,8 @@ import functools
 import heapq
 import inspect
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class SampleLosses(Callback):
             )
         self._top, self._losses = top, losses
         self._compare: Callable[[Tensor, Tensor], Tensor] = by_kind
+        self._ignored = IGNORE_INDEX
         self._seen: dict[Any, float] = {}
         self._waiting: list[tuple[list[Any], Tensor]] = []  # not yet read from the device
         self._has_outputs = False
@@ -60,13 +62,15 @@ class SampleLosses(Callback):
     def top(self, count: int) -> list[tuple[Any, float]]:
         """Return the samples with the largest losses on this rank, largest first, each with its loss."""
         self._read()
-        return heapq.nlargest(count, self._seen.items(), key=lambda pair: pair[1])
+        return _largest(count, self._seen.items())
 
     def on_fit_begin(self, run: Run) -> None:
         self._seen, self._waiting, self._has_outputs = {}, [], False
         loss_fn = getattr(run.trainer, "loss_fn", None)
         if self._losses is None and loss_fn is not None:
             self._compare = unreduced(loss_fn)
+            options: Mapping[str, Any] = getattr(loss_fn, "keywords", None) or {}  # of a partial function
+            self._ignored = options.get("ignore_index", getattr(loss_fn, "ignore_index", IGNORE_INDEX))
 
     @torch.no_grad()
     def on_micro_batch_end(self, run: Run) -> None:
@@ -104,7 +108,7 @@ class SampleLosses(Callback):
             raise ConfigurationError(f"SampleLosses needs outputs and targets in one tensor each. {_FIX}")
         if run.is_shifted:  # a causal language model: each token predicts the next
             outputs, targets = outputs[:, :-1], targets[:, 1:]
-        return mean_of_each(self._compare(outputs, targets), targets)
+        return mean_of_each(self._compare(outputs, targets), targets, self._ignored)
 
     def _read(self) -> None:
         for samples, losses in self._waiting:
@@ -135,7 +139,12 @@ def top_losses(run_folder: str | Path, count: int = 20) -> list[tuple[Any, float
     for file in sorted((Path(run_folder).expanduser() / _FOLDER).glob("process-*.json")):
         report = json.loads(file.read_text("utf-8"))
         pairs += zip(report["indices"], report["losses"], strict=True)
-    return heapq.nlargest(count, pairs, key=lambda pair: pair[1])
+    return _largest(count, pairs)
+
+
+def _largest(count: int, pairs: Iterable[tuple[Any, float]]) -> list[tuple[Any, float]]:
+    """Return the pairs with the largest losses, NaN first: it is neither larger nor smaller than a number."""
+    return heapq.nlargest(count, pairs, key=lambda pair: (math.isnan(pair[1]), pair[1]))
 
 
 def unreduced(loss_fn: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -172,12 +181,12 @@ def by_kind(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-def mean_of_each(losses: Tensor, targets: Tensor) -> Tensor:
+def mean_of_each(losses: Tensor, targets: Tensor, ignored: int = IGNORE_INDEX) -> Tensor:
     """Return the mean of each row of losses, over the targets that are not ignored."""
     if losses.ndim == 1:
         return losses
     rows = losses.reshape(len(losses), -1)
     if targets.is_floating_point() or losses.shape != targets.shape:
         return rows.mean(dim=1)
-    counts = (targets != IGNORE_INDEX).reshape(len(targets), -1).sum(dim=1)
+    counts = (targets != ignored).reshape(len(targets), -1).sum(dim=1)
     return rows.sum(dim=1) / counts.clamp(min=1)

@@ -81,6 +81,37 @@ def test_losses_are_those_of_loss_fn(tmp_path: Path) -> None:
         assert dict(losses.top(40)) == pytest.approx(dict(enumerate(each.tolist())), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "loss_fn", [nn.CrossEntropyLoss(ignore_index=0), partial(cross_entropy, ignore_index=0)], ids=["module", "function"]
+)
+def test_targets_that_loss_fn_ignores_do_not_count(loss_fn: Any) -> None:
+    targets = torch.tensor([[1, 2, 0, 0], [1, 2, 3, 1]])
+    losses, model = SampleLosses(), nn.Conv1d(3, 4, 1)
+    inputs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    args = arguments(learning_rate=0.0, num_train_epochs=1)
+    trainer(args, model=model, train_dataset=(inputs, targets), loss_fn=loss_fn, callbacks=[losses]).fit()
+    with torch.no_grad():
+        each = [float(loss_fn(model(row[None]), target[None])) for row, target in zip(inputs, targets, strict=True)]
+    assert dict(losses.top(2)) == pytest.approx(dict(enumerate(each)), rel=1e-5)
+
+
+def test_losses_of_nan_come_first(tmp_path: Path) -> None:
+    def own_loss(batch: Any, outputs: Any) -> Tensor:
+        del outputs
+        return batch[0][:, 0]
+
+    inputs, labels = points()
+    inputs = inputs.clone()
+    inputs[[0, 7], 0] = torch.nan
+    losses = SampleLosses(top=5, losses=own_loss)
+    args = arguments(output_dir=tmp_path, num_train_epochs=1, learning_rate=0.0, on_nonfinite="skip")
+    trainer(args, train_dataset=(inputs, labels), callbacks=[losses]).fit()
+    order = inputs[:, 0].nan_to_num(torch.inf).argsort(descending=True, stable=True).tolist()
+    top = [sample for sample, _ in losses.top(5)]
+    assert (sorted(top[:2]), top[2:]) == ([0, 7], order[2:5])
+    assert [sample for sample, _ in top_losses(folder_of(tmp_path), 5)] == top
+
+
 def test_a_loss_without_reduction_option_ends_the_run() -> None:
     def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets)
