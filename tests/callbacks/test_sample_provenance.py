@@ -2,13 +2,15 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from tests.callbacks.loops import folder_of
 from tests.trainer.tasks import arguments, points, trainer
@@ -52,6 +54,25 @@ def test_samples_are_written_as_ranges() -> None:
         assert _decode(_encode(samples)) == samples
     assert _encode([3, 4, 5, 9]) == "3-5,9"
     assert _decode(_encode(["a", 1])) == ["a", 1]
+
+
+def test_samples_of_a_sampler_of_numpy_are_replayed(tmp_path: Path) -> None:
+    class Permuted(Sampler[int]):
+        def __len__(self) -> int:
+            return 40
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(np.random.default_rng(0).permutation(40))  # pyright: ignore[reportReturnType]
+
+    kept, losses = Batches(), SampleLosses()
+    dataset = TensorDataset(*points(40))
+    loader = DataLoader(dataset, batch_size=8, sampler=Permuted())
+    args = arguments(output_dir=tmp_path, num_train_epochs=2)
+    trainer(args, train_dataset=loader, callbacks=[Provenance(), kept, losses]).fit()
+    inputs, labels = replay_batch(folder_of(tmp_path), 2, dataset)
+    assert torch.equal(inputs, kept.all_of(2)[0])
+    assert torch.equal(labels, kept.all_of(2)[1])
+    assert sorted(sample for sample, _ in losses.top(80)) == list(range(40))
 
 
 def test_a_batch_is_replayed_with_its_random_numbers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
@@ -74,6 +75,24 @@ def test_batches_are_told_across_what_is_looked_up_at_once(block: int, monkeypat
         _check(loader, passes=2)
         loader.set_epoch(0)
         _check(loader)
+
+
+class FromArray(Backwards):
+    """A sampler that yields numbers of numpy or torch, as many do."""
+
+    def __init__(self, order: Any) -> None:
+        super().__init__(range(len(order)))
+        self.order = order
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+@pytest.mark.parametrize("order", [np.array([3, 1, 0, 2]), torch.tensor([3, 1, 0, 2])], ids=["numpy", "torch"])
+def test_samples_are_plain_numbers(order: Any) -> None:
+    (loader,) = worlds(DataLoader(Numbers(4), batch_size=2, sampler=FromArray(order)), 1)
+    samples = [sample for _ in loader for sample in loader.sample_ids()]
+    assert [(type(sample), sample) for sample in samples] == [(int, 3), (int, 1), (int, 0), (int, 2)]
 
 
 def test_slices_of_ready_batches_are_told() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import sys
 import time
 from abc import abstractmethod
@@ -262,8 +263,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             [[2, 3], []]
         """
         samples = self._samples_ahead(0, self.rows)
+        if samples is None:
+            return None
         kept = None if self.quarantine is None else self.quarantine.kept
-        return samples if samples is None or kept is None else [samples[row] for row in kept if row < len(samples)]
+        samples = samples if kept is None else [samples[row] for row in kept if row < len(samples)]
+        return [_plain_index(sample) for sample in samples]
 
     @property
     def seeds_samples(self) -> bool:
@@ -631,6 +635,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
 
 DataLoaderAdapter = PreparedLoader  # its name in Accelerate, which scripts ask for
+
+
+def _plain_index(sample: Any) -> Any:
+    """Return an index of numpy or torch, as many samplers yield them, as the integer that it is."""
+    if type(sample) is int or not hasattr(sample, "__index__"):
+        return sample
+    try:
+        return operator.index(sample)
+    except TypeError:  # a tensor of another kind
+        return sample
 
 
 def _sender(device: torch.device | str | int) -> Callable[..., Any]:
