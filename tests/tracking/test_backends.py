@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,23 @@ def test_jsonl_continues_where_training_resumes(tmp_path: Path) -> None:
     assert lines[1]["odd"] == "NaN"
     reported("jsonl", tmp_path)
     assert len((tmp_path / "digits.jsonl.old").read_text().splitlines()) == len(lines)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
+def test_numbers_of_numpy_are_taken(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    needs(name, name) if name != "jsonl" else None
+    trackers = TrackerGroup(name, "digits", tmp_path, patience=PATIENT)
+    trackers.store_init_configuration({"lr": np.float64(0.5), "level": IntEnum("Level", "LOW").LOW})  # type: ignore[attr-defined]
+    trackers.log({"loss": np.float64(0.25)}, step=np.int64(3))  # type: ignore[arg-type]
+    trackers.log({"loss": 0.125}, step=torch.tensor(4))  # type: ignore[arg-type]
+    trackers.finish()
+    assert caplog.messages == []
+    if name == "jsonl":
+        lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
+        assert lines[0] == {"settings": {"lr": 0.5, "level": 1}}
+        assert [(line["step"], line["loss"]) for line in lines[1:]] == [(3, 0.25), (4, 0.125)]
+    else:
+        assert (tmp_path / "digits" / "hparams.yml").read_text() == "level: 1\nlr: 0.5\n"
 
 
 @pytest.mark.slow
@@ -391,3 +409,8 @@ def test_names_that_mlflow_refuses_are_changed() -> None:
 
     assert MLflowTracker.metric_name("train/loss@8!") == "train/loss_8_"
     assert MLflowTracker.metric_name("a" * 300) == "a" * 250
+    # MLflow refuses names that lead elsewhere as paths of files, and with one of them all values of a call.
+    names = ["train//loss", "/loss", "loss/", "./a/../b", "..", "", "a" * 249 + "/b"]
+    assert [MLflowTracker.metric_name(name) for name in names] == [
+        "train/loss", "loss", "loss", "a/b", "_", "_", "a" * 249,
+    ]  # fmt: skip

@@ -58,6 +58,14 @@ def test_unsupported_values_are_refused_by_name() -> None:
     }
 
 
+def test_a_value_that_cannot_be_read_leaves_the_others_alone() -> None:
+    values = snapshot({"loss": 0.5, "empty": torch.zeros((), device="meta")})
+    assert plain_metrics(values) == (
+        {"loss": 0.5},
+        {"empty": "a Tensor of shape () that cannot be read (RuntimeError)"},
+    )
+
+
 def test_kept_values_are_those_of_the_call() -> None:
     total, array, inside = torch.zeros(()), np.zeros(1), {"a": torch.zeros(())}
     values = snapshot({"total": total, "array": array, "inside": inside, "number": 1.5})

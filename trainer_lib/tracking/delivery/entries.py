@@ -41,7 +41,8 @@ def plain(entry: Entry, tracker: type[BuiltInTracker]) -> tuple[Entry | None, di
     elif entry.kind == "images":
         is_described = entry.kwargs.keys() & tracker.image_options
         content = arrays(content) if is_described else plain_images(content, tracker.channels_last)
-    return entry._replace(content=content), refused
+    step = None if entry.step is None else int(entry.step)  # JSON does not write numpy's integers
+    return entry._replace(content=content, step=step), refused
 
 
 def resolved(entry: Entry) -> Entry:

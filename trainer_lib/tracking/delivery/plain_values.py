@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 _PLAIN = (float, int, str, bool, type(None))
+_WITHOUT_EVENTS = ("cpu", "meta")  # devices whose copies are done at once
 
 
 class DeviceCopy:
@@ -43,7 +44,7 @@ def _copy(value: Any) -> Any:
         return snapshot(value)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.device.type == "cpu" else DeviceCopy(value)
+        return value.detach().clone() if value.device.type in _WITHOUT_EVENTS else DeviceCopy(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 0):
         return value.copy()
     if type(value) in (list, tuple):
@@ -88,7 +89,11 @@ def plain_metrics(values: Mapping[str, Any], takes_texts: bool = True) -> tuple[
     good: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for name, value in flat(values).items():
-        number = _number(value)
+        try:
+            number = _number(value)
+        except Exception as error:  # noqa: BLE001 - a value that cannot be read leaves the others alone
+            refused[name] = f"{_described(value)} that cannot be read ({type(error).__name__})"
+            continue
         if number is not None:
             good[name] = number
         elif isinstance(value, str) and takes_texts:
@@ -103,8 +108,10 @@ def _number(value: Any) -> float | int | None:
         value = value.read()
     if isinstance(value, bool):
         return int(value)
-    if isinstance(value, (int, float)):
-        return value if isinstance(value, float) or _fits_64_bits(value) else _as_float(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int):
+        return int(value) if _fits_64_bits(value) else _as_float(value)
     if callable(getattr(value, "item", None)) and math.prod(getattr(value, "shape", (0,))) == 1:
         number = value.item()
         return int(number) if isinstance(number, bool) else number if isinstance(number, (int, float)) else None
@@ -133,8 +140,12 @@ def _described(value: Any) -> str:
 
 def plain_settings(value: Any) -> Any:
     """Return settings as JSON types: dataclasses as dicts, and unsupported objects as their `str`."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value if not isinstance(value, int) or _fits_64_bits(value) else str(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float(value)  # not one of numpy's, which YAML does not write
+    if isinstance(value, int):
+        return int(value) if _fits_64_bits(value) else str(int(value))
     if isinstance(value, Enum):
         return plain_settings(value.value)
     if isinstance(value, (str, PurePath)):
