@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
-from trainer_lib.filesystem.atomic_files import LogWrites, append_text, log_file, replace_file
+from trainer_lib.filesystem.atomic_files import ESCAPED, LogWrites, append_text, log_file, replace_file
 from trainer_lib.runs.run_environment import memory_in_use
 
 # A resumed run keeps these lines even after the step it resumes from.
@@ -201,7 +201,7 @@ def _entry(line: str) -> dict[str, Any] | None:
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors=ESCAPED)
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Tests of the history as JSON lines."""
 
 import json
+import os
 import resource
 import time
 from pathlib import Path
@@ -12,11 +13,12 @@ import psutil
 import pytest
 import torch
 
-from tests.callbacks.loops import go_through, running
+from tests.callbacks.loops import folder_of, go_through, running
+from tests.trainer.tasks import arguments, trainer
 from tests.worlds import run_world
 from trainer_lib import Accelerator
 from trainer_lib.callbacks import JsonlLog
-from trainer_lib.events import Dispatcher
+from trainer_lib.events import Dispatcher, Modifier, Run, RunState
 from trainer_lib.runs.run_history import History
 
 
@@ -102,6 +104,22 @@ def test_nan_and_inf_are_written_as_text(tmp_path: Path) -> None:
         "other": "x",
     }
     assert float(line["less"]) == float("-inf")
+
+
+def test_an_error_that_utf_8_lacks_is_in_history_and_report(tmp_path: Path) -> None:
+    class Fails(Modifier):
+        def on_step_end(self, run: Run) -> None:
+            if run.state.step == 3:
+                raise FileNotFoundError(os.fsdecode(b"caf\xe9.png"))  # a file name in Latin-1
+
+    with pytest.raises(FileNotFoundError):
+        trainer(arguments(output_dir=tmp_path), callbacks=[Fails()]).fit()
+    history = folder_of(tmp_path) / "history.jsonl"
+    *_, ended = entries(history)
+    assert (ended["event"], ended["reason"]) == ("ended", "FileNotFoundError: caf\udce9.png")
+    assert "caf\\udce9.png" in (folder_of(tmp_path) / "report.html").read_text()
+    JsonlLog(history).on_fit_begin(Run(state=RunState(step=3)))  # a resumed run writes all lines again
+    assert ended in entries(history)
 
 
 def test_a_resumed_run_removes_later_lines(tmp_path: Path) -> None:

@@ -523,6 +523,14 @@ def test_a_damaged_spool_file_costs_only_its_own_values(content: bytes, tmp_path
     assert (tmp_path / "spool" / "misbehaving.jsonl").read_bytes() == content
 
 
+def test_texts_that_utf_8_lacks_are_spooled(tmp_path: Path) -> None:
+    path, header = tmp_path / "spool.jsonl", {"format": "trainer_lib.spool", "token": "same"}
+    spool = Spool(path, header)
+    for step in (1, 2):  # the file is written, then added to
+        spool.add([Entry("log", {"file": "caf\udce9.png"}, step, 0.0, {})])
+    assert [entry.content for entry in Spool(path, header).first(2)] == [{"file": "caf\udce9.png"}] * 2
+
+
 def test_lines_of_a_spool_survive_a_kill_and_line_separators(tmp_path: Path) -> None:
     path, header = tmp_path / "spool.jsonl", {"format": "trainer_lib.spool", "token": "same"}
     Spool(path, header).add([Entry("log", {"loss": 1.0, "text": "a\u2028b\x85c"}, step, 0.0, {}) for step in range(3)])

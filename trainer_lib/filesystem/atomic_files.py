@@ -15,6 +15,7 @@ _Path = TypeVar("_Path", bound=AnyPath)
 
 _logger = logging.getLogger(__name__)  # not get_logger: each rank warns of its own files
 
+ESCAPED = "backslashreplace"
 _OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO)
 
 
@@ -64,10 +65,13 @@ def replace_files(writes: Mapping[Path, Callable[[Path], object]]) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append a text to a file, or leave it unchanged if the disk does not take all of it."""
+    """Append a text to a file, or leave it unchanged if the disk does not take all of it.
+
+    What UTF-8 lacks, such as the bytes of a file name in another encoding, is escaped as JSON escapes it.
+    """
     size = path.stat().st_size if path.exists() else 0
     try:
-        with path.open("a", encoding="utf-8", newline="") as file:
+        with path.open("a", encoding="utf-8", errors=ESCAPED, newline="") as file:
             file.write(text)
     except OSError:
         if path.exists():

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import ESCAPED, replace_file
 from trainer_lib.filesystem.remote_paths import AnyPath
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.runs.report.report_data import Source, contents
@@ -79,7 +79,8 @@ def fill_page(title: str, data: dict[str, Any], scripts: Sequence[str]) -> str:
         "script": script,
     }
     parts = _asset("page.html").split("{{")
-    return parts[0] + "".join(fills[name] + rest for name, _, rest in (part.partition("}}") for part in parts[1:]))
+    text = parts[0] + "".join(fills[name] + rest for name, _, rest in (part.partition("}}") for part in parts[1:]))
+    return text.encode(errors=ESCAPED).decode()
 
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.filesystem.atomic_files import append_text, replace_file
+from trainer_lib.filesystem.atomic_files import ESCAPED, append_text, replace_file
 from trainer_lib.foundation.errors import StateError
 from trainer_lib.logging import get_logger
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
@@ -111,7 +111,7 @@ class Spool:
 
     def _write(self, path: Path) -> None:
         text = "".join(f"{line}\n" for line in [json.dumps(self._header), *self._lines])
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors=ESCAPED)
 
     def _take_over(self, path: Path) -> None:
         """Load the entries of an earlier program if they belong to this run; otherwise use another file name."""
