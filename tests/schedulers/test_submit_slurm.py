@@ -98,6 +98,19 @@ def test_other_options_of_a_job(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "scontrol requeue" not in text
 
 
+def test_values_with_spaces_are_quoted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    words = ["--job_name", "my job", "--sbatch", """comment='a "b" #1' mail-type=END"""]
+    written = directives(job_file(capsys, *words, "train.py"))
+    assert [written[0], written[3]] == ['job-name="my job"', f'output="{folder}/slurm_jobs/%x-%j.log"']
+    assert written[-2:] == [r'comment="a \"b\" #1"', "mail-type=END"]
+
+
 def test_a_sweep_is_an_array(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--sweep", "lr=0.1,0.01 seed=1,2", "--max_tasks=2", "train.py", "--output_dir", "runs/{task}"]
     text = job_file(capsys, *words)

@@ -1,5 +1,6 @@
 """The command `trainer-lib submit slurm`: write an sbatch file for a launch, and submit it."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -90,7 +91,7 @@ def job_file(launch: JobLaunch) -> str:
     tasks = grid(settings["sweep"] or "")
     check_places(tasks, launch.script)
     parts = [
-        "#!/bin/bash\n" + "\n".join(f"#SBATCH --{line}" for line in _directives(launch, len(tasks))),
+        "#!/bin/bash\n" + "\n".join(f"#SBATCH --{line}" for line in map(_directive, _directives(launch, len(tasks)))),
         *([settings["setup"]] if settings["setup"] else []),
         _END_TIME,
         *([_ADDRESS] if launch.machines > 1 else []),
@@ -115,6 +116,14 @@ def _directives(launch: JobLaunch, tasks: int) -> list[str]:
         *(f"{name.replace('_', '-')}={settings[name]}" for name in _DIRECTIVES if settings[name] is not None),
         *(word.lstrip("-") for word in shlex.split(settings["sbatch"] or "")),
     ]
+
+
+def _directive(line: str) -> str:
+    """Return an option of sbatch; a value with a space or a "#" is quoted as sbatch reads it."""
+    name, equals, value = line.partition("=")
+    if re.fullmatch(r"[\w@%+=:,./-]*", value):
+        return line
+    return name + equals + '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _folder(launch: JobLaunch) -> Path:
