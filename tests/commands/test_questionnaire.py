@@ -331,6 +331,25 @@ def test_answers_come_through_a_real_pipe(settings_home: Path) -> None:
     assert load_config_from_file(None).num_processes == 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_closed_input_writes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    command = [
+        "bash",
+        "-c",
+        '"$@" <&-',
+        "bash",
+        sys.executable,
+        "-m",
+        "trainer_lib",
+        "config",
+        "--config_file",
+        str(file),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert (done.returncode, file.exists()) == (2, False)
+    assert "The input ended at the question for compute_environment: " in done.stderr
+
+
 # Ctrl-C reaches the command only when the terminal is the one that controls its session.
 ON_A_TERMINAL = """
 import fcntl, sys, termios

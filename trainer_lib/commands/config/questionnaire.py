@@ -119,6 +119,8 @@ def _default(question: Question, answers: Answers, earlier: Any) -> Any:
 
 def _read(prompt: str, name: str) -> str:
     try:
+        if sys.stdin is None:  # closed, as in some services
+            raise EOFError
         if sys.stdin.isatty():
             return input(prompt).strip()
         line = sys.stdin.readline()
