@@ -267,3 +267,31 @@ def await_true(is_true: Callable[[], bool]) -> None:
     while not is_true():
         assert time.monotonic() < ends
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_machines_meet_at_an_address_of_ip_version_6(backend: str, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no address of version 6")
+        port = probe.getsockname()[1]
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\nfrom trainer_lib import PartialState\nstate = PartialState()\n"
+        "state.wait_for_everyone()\nPath(f'{state.process_index} of {state.num_processes}').touch()\n"
+    )
+    place = ["--main_process_ip=::1", f"--main_process_port={port}"]
+    place = place if backend == "static" else [f"--rdzv_endpoint=[::1]:{port}", "--rdzv_backend=c10d"]
+    launcher = [sys.executable, "-m", "trainer_lib", "launch", "--cpu", "--num_machines=2", "--num_processes=2", *place]
+    variables = os.environ | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    launches = [
+        subprocess.Popen([*launcher, f"--machine_rank={rank}", "script.py"], cwd=tmp_path, env=variables)
+        for rank in range(2)
+    ]
+    try:
+        assert [launch.wait(PATIENCE) for launch in launches] == [0, 0]
+    finally:
+        for launch in launches:
+            launch.kill()
+    assert {file.name for file in tmp_path.glob("? of ?")} == {"0 of 2", "1 of 2"}

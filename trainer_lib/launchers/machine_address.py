@@ -1,6 +1,7 @@
 """The address at which other machines reach this one."""
 
 import contextlib
+import re
 import socket
 
 from trainer_lib.processes.ports import is_port_in_use
@@ -31,6 +32,20 @@ def serves_rendezvous(endpoint: str) -> bool | None:
     return True if is_own and address not in by_name and not is_port_in_use(port) else None
 
 
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Return the host and the port of an endpoint; an empty port if it has none.
+
+    Example:
+        >>> split_endpoint("10.0.0.1:29500"), split_endpoint("[fd00::1]:29500"), split_endpoint("worker-1")
+        (('10.0.0.1', '29500'), ('fd00::1', '29500'), ('worker-1', ''))
+    """
+    in_brackets = re.fullmatch(r"\[(.*)\](?::(.*))?", endpoint)
+    if in_brackets is not None:
+        return in_brackets[1], in_brackets[2] or ""
+    host, colon, port = endpoint.rpartition(":")
+    return (host, port) if colon else (endpoint, "")
+
+
 def _parts(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.partition(":")
+    host, port = split_endpoint(endpoint)
     return host, int(port or 29400)  # torch's default

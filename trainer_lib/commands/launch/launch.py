@@ -18,6 +18,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.public_names.missing_features import TPU_PODS, missing_function
 from trainer_lib.launchers import launch_plan
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
+from trainer_lib.launchers.machine_address import split_endpoint
 from trainer_lib.launchers.settings.config_file import SageMakerConfig
 from trainer_lib.launchers.settings.launch_options import SETTINGS
 from trainer_lib.processes.exit_codes import reason_of
@@ -167,7 +168,7 @@ def _translate_names_of_torchrun(values: LaunchValues) -> None:
         number = here * values["num_machines"] if isinstance(here, int) else None
         values.set("num_processes", number, "--nproc_per_node")
     if endpoint is not None:
-        host, _, port = endpoint.partition(":")
+        host, port = split_endpoint(endpoint)
         values.set("main_process_ip", host, "--rdzv_endpoint")
         if port:
             check = SETTINGS["main_process_port"].kind.check
