@@ -79,6 +79,7 @@ class Histograms(Callback):
         self._waiting = []  # after a rewind these updates run again
 
     def on_step_begin(self, run: Run) -> None:
+        self._detach()  # of an update whose batches were all skipped
         self._is_open = self._every.is_due_next(run.state) and run.is_main_process
         if self._is_open:
             self._tensors = {kind: {} for kind in _KINDS if kind in self._of}

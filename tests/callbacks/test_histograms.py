@@ -15,7 +15,7 @@ from trainer_lib import FullyShardedDataParallelPlugin
 from trainer_lib.callbacks import Histograms, JsonlLog, TensorBoardCallback
 from trainer_lib.callbacks import histograms as module
 from trainer_lib.callbacks.histograms import counted
-from trainer_lib.events import Callback, Run
+from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError
 
 
@@ -86,6 +86,16 @@ def test_hooks_exist_only_in_the_first_batch_of_a_recorded_update() -> None:
     run = trainer(args, callbacks=[Histograms("3 steps"), hooked])
     run.fit()
     assert hooked.batches == [5, 11, 17]  # the first of updates 3, 6 and 9
+    assert not any(layer._forward_hooks for layer in run.unwrapped_model.modules())
+
+
+def test_no_hook_stays_after_a_batch_that_is_skipped() -> None:
+    class Skips(Modifier):
+        def on_micro_batch_begin(self, run: Run) -> None:
+            run.control.skip_batch = run.state.step == 2
+
+    run = trainer(arguments(), callbacks=[Histograms("1 step"), Skips()])
+    run.fit()
     assert not any(layer._forward_hooks for layer in run.unwrapped_model.modules())
 
 
