@@ -134,7 +134,7 @@ def test_each_machine_finds_its_rank_and_devices(tmp_path: Path) -> None:
 
 def test_each_machine_gets_its_command(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO 100%")
-    given = values(hostfile, "--zero_stage", "3", "--num_processes", "2", "--mixed_precision", "bf16")
+    given = values(hostfile, "--zero_stage", "3", "--num_processes", "2", "--mixed_precision", "bf16", "--debug=no")
     launch = use_hostfile(given)
     assert launch is not None
     commands = host_commands(given, launch, ["train.py", "--lr", "a b"], "hosts-1")
@@ -143,7 +143,8 @@ def test_each_machine_gets_its_command(hostfile: Path, monkeypatch: pytest.Monke
     for rank, command in enumerate(commands.values()):
         assert command.startswith(f"cd {Path.cwd()} && env ")
         assert "'NCCL_DEBUG=INFO 100%'" in command
-        assert "--cpu --mixed_precision bf16 --use_deepspeed --zero_stage 3" in command
+        # --debug=no overrides what the configuration file says.
+        assert "--cpu --mixed_precision bf16 --debug=no --use_deepspeed --zero_stage 3" in command
         assert world in command
         assert f"--deepspeed_multinode_launcher standard --machine_rank {rank} train.py --lr 'a b'" in command
 

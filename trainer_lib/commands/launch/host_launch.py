@@ -271,7 +271,7 @@ def _is_here(host: str) -> bool:
 def _as_option(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         if SETTINGS[name].is_switch:
-            return [f"--{name}"] if value else []
+            return [f"--{name}" if value else f"--{name}=no"]
         return [f"--{name}", "yes" if value else "no"]
     if isinstance(value, list):
         return [f"--{name}", ",".join(map(str, value))]
