@@ -93,6 +93,8 @@ class Checkpoint(Callback):
     def on_fit_begin(self, run: Run) -> None:
         if self.every is not None:
             self._interval.begin(run.state)
+        if not run.state.step:  # no resumed run: the object may have been part of another run
+            self._best = None
         if run.state.checkpoints:  # a run that was killed after its last save has not deleted the older ones
             self._delete_expired(run, path_at(run.state.checkpoints[-1]["path"]))
 
@@ -100,7 +102,8 @@ class Checkpoint(Callback):
         self._delete_expired(run, folder)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._best is None else {"best": self._best}
+        # None too: a rewind to before the first evaluation begins again without a best value.
+        return {} if self.metric is None else {"best": self._best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best = state["best"]

@@ -140,6 +140,18 @@ def test_a_metric_of_its_own_asks_by_itself() -> None:
     assert run.control.save
 
 
+def test_a_new_run_and_a_rewind_begin_without_the_best_value_of_before() -> None:
+    asked, checkpoint = AskedAt(), Checkpoint(metric="eval_f1")
+    before = Dispatcher([checkpoint]).state_dict()  # of a checkpoint before the first evaluation
+    go_through([checkpoint, asked], 2, evaluations={1: {"eval_f1": 0.9}})
+    go_through([checkpoint, asked], 2, evaluations={2: {"eval_f1": 0.5}})  # another run with the same object
+    assert asked.steps == [1, 2]
+    run = running()
+    Dispatcher([checkpoint]).load_state_dict(before)
+    checkpoint.on_evaluate_end(run, {"eval_f1": 0.4})
+    assert run.control.save
+
+
 def test_an_unknown_metric_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"Checkpoint uses the metric 'eval_f2'.*It has: eval_f1"):
         Checkpoint(metric="eval_f2", greater_is_better=True).on_evaluate_end(running(), {"eval_f1": 1.0})
