@@ -109,6 +109,23 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.safetensors" in text
 
 
+def test_metrics_of_nan_and_inf_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def odd(prediction: Any) -> dict[str, float]:
+        del prediction
+        return {"odd": float("nan"), "large": float("-inf")}
+
+    args = arguments(output_dir=tmp_path, num_train_epochs=1)
+    trainer(args, eval_dataset=points(16), compute_metrics=odd).fit()
+    capsys.readouterr()
+    assert main(["checkpoint", "list", str(tmp_path), "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    (state,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert (state["metrics"]["eval_odd"], state["metrics"]["eval_large"]) == ("NaN", "-Infinity")
+
+
 def test_prune_keeps_the_newest_the_best_and_the_last_that_is_whole(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -254,7 +254,9 @@ def _print_table(rows: list[list[str]]) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
+    from trainer_lib.tracking.delivery.plain_values import json_safe
+
+    print(json.dumps(json_safe(value), indent=1))  # JSON has neither NaN nor Inf
 
 
 def _age(moment: float) -> str:
