@@ -389,6 +389,18 @@ def test_every_form_of_data_holds_the_same_rows(folder: Path) -> None:
         assert (evaluation.rows if evaluation else 0) == {"splits": 1, "files": 2}.get(name, 0)
 
 
+def test_long_values_and_other_line_separators_are_read(tmp_path: Path) -> None:
+    from trainer_lib.commands.train.data_files import read_data
+
+    (tmp_path / "long.csv").write_text(f'text,label\n"{"word " * 40_000}",1\nshort,0\n')
+    table, _ = read_data(str(tmp_path / "long.csv"))
+    assert [len(text) for text in table.columns["text"]] == [200_000, 5]
+    (tmp_path / "lines.txt").write_bytes("a\u2028b\r\n\nc\x0cd\n".encode())
+    table, _ = read_data(str(tmp_path / "lines.txt"))
+    assert table.columns["text"] == ["a\u2028b", "c\x0cd"]
+    assert table.where(1).endswith("line 3")
+
+
 def test_options_override_the_file_and_a_run_resumes(
     folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

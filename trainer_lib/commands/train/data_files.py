@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def _json(path: Path) -> Table:
 
 def _csv(path: Path) -> Table:
     def rows() -> Iterator[Row]:
+        csv.field_size_limit(sys.maxsize)  # by default a document of more than 131,072 characters is an error
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
             try:
@@ -162,7 +164,8 @@ def _check_header(header: Sequence[str], path: Path) -> None:
 
 
 def _text(path: Path) -> Table:
-    lines = [(number, line) for number, line in enumerate(path.read_text("utf-8-sig").splitlines(), 1) if line.strip()]
+    # Not `splitlines`, which cuts lines at form feeds and separators of Unicode too.
+    lines = [(number, line) for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1) if line.strip()]
     return _table(path, ((f"line {number}", {"text": line}) for number, line in lines))
 
 
