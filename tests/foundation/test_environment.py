@@ -220,6 +220,7 @@ def test_values_in_variables() -> None:
     with patch_environment(first="", second="7", third="-1", flag="yes", empty="", choice="bf16"):
         assert get_int_from_env(["MISSING", "THIRD", "SECOND"], 3) == 7
         assert get_int_from_env(["MISSING", "THIRD"], 3) == 3
+        assert get_int_from_env(["FIRST"], 3) == 3
         assert parse_flag_from_env("FLAG") is True
         assert parse_flag_from_env("EMPTY") is False
         assert parse_flag_from_env("MISSING", default=True) is True

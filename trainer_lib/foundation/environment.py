@@ -71,10 +71,10 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: list[str] | tuple[str, ...], default: int) -> int:
-    """Return the first of `env_keys` that is set to a non-negative integer, else `default`."""
+    """Return the first of `env_keys` that is set to a non-negative integer, else `default`; an empty one is not set."""
     for key in env_keys:
         value = os.environ.get(key)
-        if value is not None and whole_number(key, value) >= 0:
+        if value and whole_number(key, value) >= 0:
             return int(value)
     return default
 
