@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_lib.foundation.errors import ConfigurationError, WorldError
 from trainer_lib.launchers import ProcessFailedError, run_forked
-from trainer_lib.processes.proc_stat import is_exiting
+from trainer_lib.processes.exit_codes import Interrupted, by_signal
+from trainer_lib.processes.proc_stat import began_at, is_exiting
 from trainer_lib.state import PartialState
 from trainer_lib.testing import reset_states, run_processes
 
@@ -216,6 +217,26 @@ def test_processes_print_into_nothing_where_the_parent_has_no_output(monkeypatch
 
     monkeypatch.setattr(sys, "stdout", None)  # as in a service that has closed it
     assert run_forked(tell, num_processes=2, timeout=LIMIT) == [0, 1]
+
+
+def test_processes_with_any_name_are_looked_up() -> None:
+    code = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) caf\\xc3'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert began_at(process.pid).isdecimal()
+        assert not is_exiting(process.pid)
+        process.communicate()
+
+
+def test_exit_code_is_that_of_the_interruption_where_the_parent_has_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise Interrupted(by_signal(signal.SIGTERM))
+
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(ProcessFailedError) as caught:
+        run_forked(interrupt, num_processes=1, timeout=LIMIT)
+    assert caught.value.exit_code == 143
 
 
 def test_result_that_cannot_be_sent_is_an_error() -> None:

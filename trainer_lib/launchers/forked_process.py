@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import active_children
 from typing import Any, NoReturn
 
@@ -95,6 +96,7 @@ def leave(code: int = 1) -> NoReturn:
     for child in active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+            stream.flush()
     # Not sys.exit: a thread that waits for the other processes would keep this one alive.
     os._exit(code)

@@ -29,4 +29,5 @@ def is_exiting(pid: int | None) -> bool:
 
 
 def _fields(pid: int | str | None) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces and brackets
+    # A name may hold spaces, brackets, and the first bytes of a character.
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
