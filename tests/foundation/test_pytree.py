@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
@@ -181,6 +182,28 @@ def test_send_to_device_skips_keys_and_uses_the_to_of_others() -> None:
     assert pytree.send_to_device("text", "meta") == "text"
 
 
+class Plain(Tensor):
+    """A tensor of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    "tensor", [vector(), torch.nn.Parameter(vector()), vector().as_subclass(Plain)], ids=["plain", "parameter", "own"]
+)
+def test_send_to_device_sends_tensors_of_any_class_while_it_skips_keys(tensor: Tensor) -> None:
+    sent = pytree.send_to_device([tensor, {"a": tensor, "b": tensor}], "meta", skip_keys="b")
+    assert [part.device.type for part in pytree.tensors(sent)] == ["meta", "meta", "cpu"]
+
+
+@pytest.mark.parametrize("skip_keys", [None, "b"])
+def test_send_to_device_leaves_the_batch_sizes_of_a_packed_sequence_on_the_cpu(skip_keys: str | None) -> None:
+    packed = pack_sequence([torch.ones(1), torch.ones(2)], enforce_sorted=False)
+    sent = pytree.send_to_device((packed, 3), "meta", skip_keys=skip_keys)[0]
+    assert type(sent) is type(packed)
+    assert [getattr(part, "device", None) for part in sent] == [
+        torch.device(kind) for kind in ("meta", "cpu", "meta", "meta")
+    ]
+
+
 def test_batch_sizes() -> None:
     assert pytree.find_batch_size({"text": ["x"], "ids": torch.ones(3, 2)}) == 3
     assert pytree.find_batch_size(torch.tensor(1.0)) is None
@@ -197,11 +220,16 @@ def test_other_forms_of_tensors() -> None:
 
 
 def test_structures_without_values() -> None:
-    structure = pytree.get_data_structure({"a": vector(), "b": "text"})
-    assert structure == {"a": TensorInformation(shape=torch.Size([2]), dtype=torch.float32), "b": "text"}
+    structure = pytree.get_data_structure({"a": vector(), "b": "text", "c": torch.tensor(3)})
+    assert structure == {
+        "a": TensorInformation(shape=torch.Size([2]), dtype=torch.float32),
+        "b": "text",
+        "c": TensorInformation(shape=torch.Size([]), dtype=torch.int64),
+    }
     assert pytree.is_tensor_information(structure["a"])
     made = pytree.initialize_tensors(structure)
     assert (made["a"].shape, made["a"].dtype, made["b"]) == ((2,), torch.float32, "text")
+    assert (made["c"].shape, made["c"].dtype) == ((), torch.int64)
 
 
 def test_kinds() -> None:

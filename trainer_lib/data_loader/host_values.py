@@ -28,7 +28,8 @@ def send_remembered(batch: Any, device: Any, non_blocking: bool = False) -> Any:
     moved = send_to_device(batch, device, non_blocking)
     for key, host in integers.items():
         value = moved[key]
-        if type(value) is Tensor and not value.is_inference():  # those have no versions
+        # A tensor that was not moved would keep itself; those of inference have no versions.
+        if type(value) is Tensor and value is not host and not value.is_inference():
             _host_values[value] = host
     return moved
 

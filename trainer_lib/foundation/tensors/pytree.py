@@ -257,7 +257,7 @@ def get_shape(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """Return `data_structure` with an empty tensor in place of each `TensorInformation`."""
     return map_leaves(
-        lambda leaf: torch.empty(*leaf.shape, dtype=leaf.dtype) if isinstance(leaf, TensorInformation) else leaf,
+        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, TensorInformation) else leaf,
         data_structure,
     )
 
@@ -285,13 +285,14 @@ def _sent(tree: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
             else _sent(value, device, non_blocking, skipped)
             for key, value in tree.items()
         }  # fmt: skip
-    if isinstance(tree, (tuple, list)):
-        return honor_type(tree, [_sent(value, device, non_blocking, skipped) for value in tree])
-    if hasattr(tree, "to") and not skipped:
+    # Before its parts: those of a `PackedSequence` are not all on one device.
+    if hasattr(tree, "to") and not (skipped and isinstance(tree, Mapping)):
         try:
             return tree.to(device, non_blocking=non_blocking)
         except TypeError:  # its `to` accepts only a device
             return tree.to(device)
+    if isinstance(tree, (tuple, list)):
+        return honor_type(tree, [_sent(value, device, non_blocking, skipped) for value in tree])
     if isinstance(tree, Mapping):
         return _rebuilt_mapping(
             tree,
