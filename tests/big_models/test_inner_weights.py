@@ -35,6 +35,20 @@ class InnerWeights(nn.Module):
         return self.head(rows.mT[..., :8] * self.head.get_buffer("scale") + self.layer.weight.T.sum(0))
 
 
+class InPlace(nn.Module):
+    """Changes its values in place by weights of layers that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.shift = nn.Linear(8, 8), nn.Linear(8, 1), nn.Embedding(1, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layer(inputs).mul_(self.scale.weight).add_(self.shift.weight, alpha=2)
+        rows = torch.empty(2, 8).copy_(self.scale.weight)
+        rows[1] = self.shift.weight[0]
+        return hidden + rows.sum(0)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,6 +71,7 @@ def encoder() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "weights of layers": InnerWeights,
+    "in place": InPlace,
     "attention": Attention,
     "encoder": encoder,
     "weight_norm": weight_norm,

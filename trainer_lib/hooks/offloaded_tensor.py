@@ -78,7 +78,7 @@ class OffloadedTensor(Tensor):
         """Describe the empty tensor, or compute with the values."""
         options = dict(kwargs or {})
         is_deferred = func in _DEFERRED and not (func == Tensor.to and _names_device(*args[1:], *options.values()))
-        if not is_deferred and not _describes(func):
+        if not is_deferred and not _describes(func, next(iter((*args, *options.values())), None)):
             return func(*map_tensors(_values, args), **map_tensors(_values, options))
         result: Any = super().__torch_function__(func, types, args, options)
         if not is_deferred or result is args[0]:
@@ -142,11 +142,13 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor
 
 
-def _describes(func: Any) -> bool:
+def _describes(func: Any, first: Any) -> bool:
+    """Whether a function needs no values: it describes a tensor, or changes an empty one (its first argument)."""
     name = func.__name__
     if name == "__get__":
         return func.__self__.__name__ not in _COMPUTED
-    return name in _DESCRIBING or (name.endswith("_") and not name.endswith("__"))
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return name in _DESCRIBING or (is_in_place and isinstance(first, OffloadedTensor))
 
 
 def _names_device(*args: Any) -> bool:
