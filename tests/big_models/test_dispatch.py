@@ -697,6 +697,16 @@ def test_tied_weights_and_buffers_are_tied_again_once_hooks_are_removed(
     assert torch.equal(offloaded(inputs), expected)
 
 
+def test_a_tied_layer_of_several_names_is_tied_again_to_the_others(tmp_path: Path) -> None:
+    model = _Ties()
+    model.embedding = model.layer = nn.Linear(4, 4)  # and `again` is the first layer
+    model.head.weight = model.layer.weight
+    names = _tied_names(model)
+    offloaded = dispatch_model(model, {"embedding": "disk", "layer": "disk", "": "cpu"}, offload_dir=tmp_path)
+    remove_hook_from_submodules(offloaded)
+    assert _tied_names(offloaded) == names
+
+
 def test_a_weight_that_has_other_values_by_now_is_not_tied_again(tmp_path: Path) -> None:
     model = dispatch_model(_Ties(), {"embedding": "cpu", "": "disk"}, offload_dir=tmp_path)
     model.get_submodule("embedding").weight = nn.Parameter(torch.zeros(4, 4))

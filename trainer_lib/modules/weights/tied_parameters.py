@@ -29,7 +29,10 @@ class TiedTensors:
         current = self._tensor(name)
         for other in self._group_of.get(name, ()):
             tensor = self._tensor(other)
-            if other != name and current is not None and tensor is not None and _is_same(tensor, current):
+            # A module with several names has one tensor under them.
+            if current is None or tensor is None or tensor is current:
+                continue
+            if _is_same(tensor, current):
                 return tensor
         return None
 
