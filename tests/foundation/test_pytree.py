@@ -159,6 +159,9 @@ def test_concatenate_along_another_dimension_and_what_it_refuses() -> None:
     with pytest.raises(TypeError, match="A str cannot be concatenated; only tensors"):
         pytree.concatenate([{"a": "x"}, {"a": "y"}])
     assert pytree.concatenate([{"a": "x"}]) == {"a": "x"}
+    assert pytree.concatenate([(None, [None]), (None, [None])]) == (None, [None])
+    with pytest.raises(TypeError, match="A NoneType cannot be concatenated"):
+        pytree.concatenate([None, torch.ones(1)])
 
 
 def test_send_to_device_skips_keys_and_uses_the_to_of_others() -> None:

@@ -177,6 +177,19 @@ def test_outputs_that_are_no_rows_are_an_error_on_the_last_rank() -> None:
     assert "returns a single number for a chunk" in texts[1]
 
 
+def test_an_output_without_a_value_stays_so() -> None:
+    def outputs() -> Any:
+        return prepare_pippy(nn.Sequential(nn.Linear(2, 2), _Pair()).eval())(torch.ones(4, 2))
+
+    rows, nothing = run_world(outputs, (), 2)[1]
+    assert (rows.shape, nothing) == ((4, 2), None)
+
+
+class _Pair(nn.Module):
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
+        return inputs, None
+
+
 class _Mean(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs.mean()

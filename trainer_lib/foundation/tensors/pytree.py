@@ -210,7 +210,10 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate a list of trees of the same shape, tensor by tensor, along `dim`; of one tree, any leaf stays."""
+    """Concatenate a list of trees of the same shape, tensor by tensor, along `dim`.
+
+    `None` in all of them stays, and of one tree any leaf.
+    """
     first = data[0]
     if isinstance(first, Tensor):
         return torch.cat(list(data), dim=dim)
@@ -225,7 +228,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return _rebuilt_dataclass(
             first, {name: concatenate([getattr(tree, name) for tree in data], dim) for name in _fields(first)}
         )
-    if len(data) == 1:
+    if len(data) == 1 or all(value is None for value in data):
         return first
     raise TypeError(
         f"A {type(first).__name__} cannot be concatenated; only tensors, and tuples, lists, mappings and dataclasses "
