@@ -130,6 +130,19 @@ def test_batches_of_a_users_batch_sampler_can_be_split(even: bool) -> None:
         read_all(worlds(uneven, 2, split_batches=True)[0])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_without_a_part_of_the_last_split_batch_knows_that_the_one_before_is_its_last(workers: int) -> None:
+    loader = DataLoader(Numbers(100), batch_sampler=Buckets([[0, 1, 2, 3], [4, 5], [6]]), num_workers=workers)
+    first, second = worlds(loader, 2, split_batches=True, even_batches=False)
+    got = [
+        [(batch.tolist(), rank.end_of_dataloader, rank.others_read_on) for batch in rank] for rank in (first, second)
+    ]
+    assert got == [
+        [([0, 1], False, False), ([4], False, False), ([6], True, False)],
+        [([2, 3], False, False), ([5], True, True)],
+    ]
+
+
 def test_batches_that_come_ready_are_shared_as_they_are() -> None:
     import torch
 

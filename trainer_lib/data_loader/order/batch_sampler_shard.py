@@ -297,14 +297,18 @@ class BatchSamplerShard(BatchSampler):
                 for _, part in sharing.parts(filled, len(rest)):
                     yield part if self.shares_samples else part[0]
 
+    def _sharing_of(self, batch: Any) -> Sharing:
+        """Return how the samples of a ready batch are divided."""
+        return replace(self.sharing, share=-(-len(batch) // self.num_processes), drop_last=False)
+
     def _cut(self, units: Replay, position: int, ending: Ending) -> Iterator[Any]:
         """Yield slices of ready batches; each batch is a round."""
-        batches, upcoming = 0, units.draw(1)
+        batches, upcoming = 0, units.draw(2)
         ending.batches = None if upcoming else 0
         while upcoming:
-            (batch,), upcoming = upcoming, units.draw(1)
+            batch, upcoming = upcoming[0], [*upcoming[1:], *units.draw(1)]
             # A batch that does not divide evenly is allowed only at the end.
-            sharing = replace(self.sharing, share=-(-len(batch) // self.num_processes), drop_last=False)
+            sharing = self._sharing_of(batch)
             if not upcoming:
                 ending.foresee(sharing, batches, 0, len(batch))
             elif len(batch) % self.num_processes:
@@ -314,8 +318,10 @@ class BatchSamplerShard(BatchSampler):
                     "another size; or set split_batches=False."
                 )
             position += 1
-            ending.over = None if upcoming else position
             batches += len(sharing.ranks)
+            if len(upcoming) == 1:  # the last one, which may have too few samples for this rank to get any
+                ending.foresee(self._sharing_of(upcoming[0]), batches, 0, len(upcoming[0]))
+            ending.over = None if len(upcoming) > 1 else position + len(upcoming)
             rest = len(batch)
             if ending.sizes is not None:
                 ending.sizes.append([sharing.real(rest, rank) for rank in range(self.num_processes)])
