@@ -251,10 +251,23 @@ def test_reduce_by_hand(everywhere: Everywhere) -> None:
     everywhere(body)
 
 
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_reduce_keeps_the_nan_of_any_rank(everywhere: Everywhere, reduction: str) -> None:
+    def body(rank: int, size: int) -> None:
+        for bad in range(size):
+            tensor = torch.full((65,), float(rank))  # as many as gloo divides between ranks
+            tensor[[0, -1]] = float("nan") if rank == bad else 0.0
+            reduced = reduce(tensor, reduction)
+            assert reduced.isnan().tolist() == [True, *[False] * 63, True]
+            assert reduced[1:-1].unique().tolist() == [size - 1 if reduction == "max" else 0]
+
+    everywhere(body)
+
+
 def test_reduce_returns_memory_of_its_own(everywhere: Everywhere) -> None:
     def body(rank: int, size: int) -> None:
         tensor = torch.tensor([1.0])
-        for reduction in ("mean", "sum", "none"):
+        for reduction in ("mean", "sum", "max", "min", "none"):
             reduce(tensor, reduction).add_(7)
         same(tensor, [1.0])
 

@@ -54,6 +54,24 @@ def _all(sharded: set[int]) -> list[Any]:
     return [values, [_whole(p.grad) for p in parameters[:-1]]]
 
 
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), -float("inf")])
+def test_the_norm_of_gradients_of_which_one_rank_has_nan_is_nan(norm_type: float) -> None:
+    def norms() -> list[bool]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        state, found = PartialState(cpu=True), list[bool]()
+        mesh = init_device_mesh("cpu", (2,))
+        for bad in range(2):
+            parameter = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+            local = torch.ones(2) * (float("nan") if state.process_index == bad else 1.0)
+            parameter.grad = DTensor.from_local(local, mesh, [Shard(0)])
+            found.append(bool(clip_grad_norm.total_grad_norm([parameter], norm_type, CPU).isnan()))
+        return found
+
+    assert run_world(norms, (), 2) == [[True, True]] * 2
+
+
 def _whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 

@@ -54,7 +54,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the sum, mean, maximum or minimum of the tensors of all ranks; the input does not change.
 
     Whole numbers and booleans are summed as 64-bit integers and have a fractional mean; 16-bit floats are summed in 32
-    bits and rounded once.
+    bits and rounded once. NaN on a rank is NaN in the result.
 
     Args:
         tensor: A tensor, or a tree of tensors, of one shape on all ranks.
@@ -170,8 +170,13 @@ def _group(
 def _reduced(tensor: Tensor, group: ProcessGroup, reduction: str, scale: float) -> Tensor:
     if reduction == "none":
         return tensor.clone()
-    operation = "sum" if reduction == "mean" else reduction
-    total = group.all_reduce(tensor.to(_summed_as(tensor.dtype), copy=True), operation)
+    values = tensor.to(_summed_as(tensor.dtype), copy=True)
+    if reduction in ("max", "min") and values.is_floating_point():
+        # The reductions of gloo and NCCL may lose a NaN.
+        by_rank = torch.stack(group.all_gather(values))
+        total = by_rank.amax(0) if reduction == "max" else by_rank.amin(0)
+    else:
+        total = group.all_reduce(values, "sum" if reduction == "mean" else reduction)
     if reduction == "mean":
         total = total / group.size
     if scale != 1:

@@ -265,10 +265,13 @@ def _summed(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def _all_reduce(powers: Tensor, norm_type: float, group: Any) -> None:
-    operation = dist.ReduceOp.SUM
-    if math.isinf(norm_type):
-        operation = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
-    dist.all_reduce(powers, operation, group=group)
+    if not math.isinf(norm_type):
+        dist.all_reduce(powers, group=group)
+        return
+    # Not reduced by the backend, whose maximum may lose a NaN.
+    by_rank = powers.new_empty(dist.get_world_size(group), *powers.shape)
+    dist.all_gather(list(by_rank), powers, group=group)
+    powers.copy_(by_rank.amax(0) if norm_type > 0 else by_rank.amin(0))
 
 
 def _root(powers: Tensor, norm_type: float) -> Tensor:
