@@ -135,6 +135,29 @@ def test_batches_that_come_ready_are_dealt_out_or_cut() -> None:
         _everywhere(lambda: _read(loader, split_batches=True), 4)
 
 
+def test_texts_of_a_ready_batch_are_cut_with_its_rows_and_single_values_stay() -> None:
+    class Ready(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            numbers = torch.arange(4)
+            yield {"x": numbers, "text": [*"abcd"], "pair": [numbers, ("e", "f", "g", "h")], "step": torch.tensor(7),
+                   "size": (1, 2, 3, 4), "names": ["x", "y"], "level": 3}  # fmt: skip
+
+    def unchanged(batch: Any) -> Any:  # torch's own function makes lists of tuples
+        return batch
+
+    def batch() -> dict[str, Any]:
+        loader = DataLoader(Ready(), batch_size=None, collate_fn=unchanged)
+        (batch,) = prepare_data_loader(loader, dispatch_batches=True, split_batches=True)
+        pair = [batch["pair"][0].tolist(), batch["pair"][1]]
+        return {**batch, "x": batch["x"].tolist(), "pair": pair, "step": batch["step"].item()}
+
+    same = {"step": 7, "size": (1, 2, 3, 4), "names": ["x", "y"], "level": 3}
+    assert _everywhere(batch) == [
+        {"x": [0, 1], "text": ["a", "b"], "pair": [[0, 1], ("e", "f")], **same},
+        {"x": [2, 3], "text": ["c", "d"], "pair": [[2, 3], ("g", "h")], **same},
+    ]
+
+
 @pytest.mark.parametrize("kind", ["map", "stream", pytest.param("stream with workers", marks=pytest.mark.slow)])
 def test_every_position_can_be_gone_on_from(kind: str) -> None:
     def run() -> None:

@@ -1,12 +1,14 @@
 """Batches made for all ranks, cut into one slice for each rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from trainer_lib.data_loader.order.samples_per_rank import Counted, Ending, Sharing
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
-from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size, slice_tensors
+from trainer_lib.foundation.tensors.pytree import ignorant_find_batch_size, map_leaves
 from trainer_lib.state.gradient_state import Rows
 
 
@@ -51,12 +53,15 @@ class Slicing:
         whole = self.batch_size or held
         real = held if rows is None else rows.real
         sharing = Sharing(share=whole // self.processes, processes=self.processes)
-        cut = self.function or slice_tensors
         slices: list[Counted] = []
         for rank in range(self.processes):
             start, stop = rank * sharing.share, min((rank + 1) * sharing.share, held)
             if start < stop:
-                part = cut(batch, slice(start, stop), process_index=rank, num_processes=self.processes)
+                chosen = slice(start, stop)
+                if self.function is None:
+                    part = _rows_of(batch, chosen, held)
+                else:
+                    part = self.function(batch, chosen, process_index=rank, num_processes=self.processes)
                 part_rows = Rows(stop - start, min(max(real - start, 0), stop - start), sharing.share)
                 is_plain = part_rows.real == sharing.share
                 slices.append(Counted(part, None if is_plain else part_rows, remainder))
@@ -71,3 +76,21 @@ class Slicing:
                 "split_batches=False."
             )
         return size
+
+
+def _rows_of(batch: Any, chosen: slice, held: int) -> Any:
+    """Return a slice of the rows of a batch: of its tensors, and of lists with one item a row, such as texts."""
+
+    def is_column(part: Any) -> bool:
+        if not isinstance(part, (list, tuple)) or len(part) != held:
+            return False
+        items: Any = part
+        if isinstance(part, tuple):  # of numbers, it may be a size
+            return all(isinstance(item, (str, bytes)) for item in items)
+        return not any(isinstance(item, (list, tuple, Mapping, Tensor)) for item in items)
+
+    def cut(leaf: Any) -> Any:
+        has_rows = leaf.ndim > 0 if isinstance(leaf, Tensor) else is_column(leaf)
+        return leaf[chosen] if has_rows else leaf
+
+    return map_leaves(cut, batch, is_leaf=is_column)
