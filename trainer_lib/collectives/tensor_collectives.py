@@ -1,5 +1,6 @@
 """Collectives on tensors and on trees of tensors: gather, reduce, broadcast, pad."""
 
+import math
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -171,12 +172,10 @@ def _reduced(tensor: Tensor, group: ProcessGroup, reduction: str, scale: float) 
     if reduction == "none":
         return tensor.clone()
     values = tensor.to(_summed_as(tensor.dtype), copy=True)
-    if reduction in ("max", "min") and values.is_floating_point():
-        # The reductions of gloo and NCCL may lose a NaN.
-        by_rank = torch.stack(group.all_gather(values))
-        total = by_rank.amax(0) if reduction == "max" else by_rank.amin(0)
-    else:
-        total = group.all_reduce(values, "sum" if reduction == "mean" else reduction)
+    is_nan = values.isnan() if reduction in ("max", "min") and values.is_floating_point() else None
+    total = group.all_reduce(values, "sum" if reduction == "mean" else reduction)
+    if is_nan is not None:  # the maxima of gloo and NCCL may lose it
+        total = total.masked_fill(group.all_reduce(is_nan.to(torch.uint8), "max").bool(), math.nan)
     if reduction == "mean":
         total = total / group.size
     if scale != 1:
