@@ -306,6 +306,16 @@ def test_a_newer_state_replaces_one_of_the_same_name_and_leaves_foreign_files(tm
     assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
 
 
+def test_a_link_that_a_hook_makes_at_each_save_stays(tmp_path: Path) -> None:
+    accelerator = engine()
+    trained(accelerator)
+    (tmp_path / "data").mkdir()
+    accelerator.register_save_state_pre_hook(lambda *given: (Path(given[2]) / "data").symlink_to(tmp_path / "data"))
+    for _ in range(2):
+        accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "data").is_symlink()
+
+
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     accelerator = engine()
     trained(accelerator)

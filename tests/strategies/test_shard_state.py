@@ -170,6 +170,22 @@ def test_shards_are_taken_up_where_they_were() -> None:
     toy.assert_same(list(again.values()), list(once.values()), rtol=0)
 
 
+def _saved_over(folder: Path) -> list[str]:
+    """Save shards, and whole weights to the same folder, which are loaded."""
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        run = _Run(True, plugin={"state_dict_type": kind})
+        run.train(0, 1)
+        run.accelerator.save_state(folder)
+        run.accelerator.load_state(folder)
+        run.end()
+    return sorted(path.name for path in folder.glob("model*"))
+
+
+def test_whole_weights_replace_shards_of_an_older_checkpoint(tmp_path: Path) -> None:
+    names, _ = run_world(_saved_over, (tmp_path / "state",), 2, timeout=60)
+    assert names == ["model.safetensors"]
+
+
 def _from_other_shards() -> Any:
     """Load shards that are laid out otherwise than those of the model: each rank holds all of them."""
     from torch.distributed.tensor import Replicate

@@ -148,9 +148,16 @@ class CheckpointWriter:
         saved = {*self._older_manifest().files, MANIFEST_NAME} if is_committed(self.target) else set[str]()
         is_of_library = is_of_accelerate if has_accelerates_layout(self.target) else saved.__contains__
 
+        def is_of_older(path: Path) -> bool:
+            # A folder of the older shards too: left empty, it would stand for the shards of the new checkpoint.
+            if path.is_dir() and not path.is_symlink():
+                inside = list(path.iterdir())
+                return bool(inside) and all(map(is_of_older, inside))
+            name = path.relative_to(self.target).as_posix()
+            return name in saved or is_of_library(name) or (path.is_symlink() and os.path.lexists(self.folder / name))
+
         def ignore(folder: str, names: list[str]) -> set[str]:
-            paths = {name: Path(folder, name).relative_to(self.target).as_posix() for name in names}
-            return {name for name, path in paths.items() if path in saved or is_of_library(path)}
+            return {name for name in names if is_of_older(Path(folder, name))}
 
         shutil.copytree(self.target, self.folder, ignore=ignore, copy_function=_link, symlinks=True, dirs_exist_ok=True)
 
