@@ -27,6 +27,17 @@ def test_the_first_of_equal_views_is_kept() -> None:
     assert aliases == {"b": "a", "e": "c"}
 
 
+def test_conjugates_are_no_aliases() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"a": values, "b": values.conj(), "c": values.conj().imag, "d": values.imag}
+    kept, aliases = without_aliases(state)
+    assert list(kept) == ["a", "b", "c", "d"]
+    assert aliases == {}
+    assert nonfinite_tensors({**state, "e": (values / 0).conj().imag}) == {"e": "inf"}
+    read = safetensors.torch.load(safetensors.torch.save(clean_state_dict_for_safetensors(state)))
+    assert all(torch.equal(read[name], value) for name, value in state.items())
+
+
 def test_what_has_no_memory_is_never_one() -> None:
     state = {
         "a": torch.empty(0),

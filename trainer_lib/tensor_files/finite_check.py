@@ -33,7 +33,7 @@ def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Fault]:
 
 
 def _fault(tensor: Tensor) -> Fault | None:
-    values = stored_values(tensor.detach())
+    values = stored_values(tensor.detach()).resolve_conj().resolve_neg()
     values = torch.view_as_real(values) if values.is_complex() else values
     if values.dtype not in _BITS or not values.numel():
         return None

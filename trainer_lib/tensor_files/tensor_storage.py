@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainer_lib.foundation.tensors.tensor_operations import plain
+
 _ROWS, _COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
 _COMPRESSED = {
     torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS
@@ -71,7 +73,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[s
     taken: set[Any] = set()
     for name, tensor in kept.items():
         memory = id_tensor_storage(tensor)
-        tensor = tensor.contiguous()
+        tensor = plain(tensor)
         # It shares memory with an earlier tensor, so it is copied.
         cleaned[name] = tensor.clone() if memory in taken and id_tensor_storage(tensor) == memory else tensor
         taken.add(memory)
@@ -85,4 +87,5 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:
-    return (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return *id_tensor_storage(tensor), *place, tensor.is_conj(), tensor.is_neg()

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trainer_lib.foundation.tensors.tensor_operations import plain
+
 _CHUNK = 1 << 20  # values that are weighted at once
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -19,12 +21,12 @@ def digests(tensors: Sequence[Tensor]) -> list[int]:
     """
     if not tensors:
         return []
-    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in map(plain, tensors)]
     return torch.stack([_digest(tensor.detach()).to(tensors[0].device) for tensor in real]).tolist()
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    flat, size = tensor.contiguous().view(-1), tensor.element_size()
+    flat, size = tensor.view(-1), tensor.element_size()
     is_aligned = not (flat.numel() * size % 8 or flat.storage_offset() * size % 8)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for part in flat.view(torch.int64 if is_aligned else _INTEGERS[size]).split(_CHUNK):
