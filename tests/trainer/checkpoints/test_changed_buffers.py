@@ -57,6 +57,43 @@ def test_a_resumed_run_equals_the_uninterrupted_one(grows: bool, processes: int,
     run_world(body, (), processes)
 
 
+class MakesItsBank(Remembering):
+    """A model whose first forward makes the bank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", None, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.bank is None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.bank = torch.zeros(4, 6)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_bank_that_the_first_forward_makes_is_resumed(processes: int, tmp_path: Path) -> None:
+    def body() -> None:
+        expected = trained(None, 9, MakesItsBank())
+        trained(tmp_path, 5, MakesItsBank())
+        resumed = trained(tmp_path, 9, MakesItsBank(), resume="extend")
+        assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+    run_world(body, (), processes)
+
+
+def test_a_model_with_a_conjugate_is_trained_and_saved(tmp_path: Path) -> None:
+    model = nn.Linear(6, 2)
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    model.register_buffer("values", values)
+    model.register_buffer("conjugate", values.conj())
+    model.register_buffer("not_saved", values.conj(), persistent=False)
+    model.register_buffer("negative", values.conj().imag, persistent=False)
+    trained(tmp_path, 3, model)
+    model.conjugate = torch.zeros(2, dtype=torch.complex64)
+    trained(tmp_path, 5, model, resume="extend")
+    assert torch.equal(model.conjugate, values.conj())
+
+
 def test_only_buffers_that_change_are_saved(tmp_path: Path) -> None:
     trained(tmp_path, 3, Remembering())
     (file,) = tmp_path.glob("*/checkpoints/checkpoint-00000003/custom_checkpoint_0.json")

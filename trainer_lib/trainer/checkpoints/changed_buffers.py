@@ -34,12 +34,17 @@ class ChangedBuffers:
         """Set buffers to those of a state, if the models still have them."""
         for name, slots, last in self._places():
             saved, buffer = state.get(name), slots[last]
-            if saved is None or buffer is None:
+            if saved is None:
                 continue
-            if saved.shape == buffer.shape:
+            if buffer is not None and saved.shape == buffer.shape:
                 buffer.copy_(saved)
-            else:  # a bank that grows
-                slots[last] = saved.to(buffer.device)
+            else:  # a bank that grows, or that the first forward makes
+                slots[last] = saved.to(self._device if buffer is None else buffer.device)
+
+    @property
+    def _device(self) -> torch.device:
+        tensors = (tensor for model in self._models.values() for tensor in (*model.parameters(), *model.buffers()))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def _buffers(self) -> dict[str, Tensor]:
         found: dict[str, Any] = {name: slots[last] for name, slots, last in self._places()}
