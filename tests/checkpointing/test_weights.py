@@ -49,6 +49,23 @@ def test_what_was_saved_is_loaded(tmp_path: Path, safe: bool, size: Any) -> None
     assert_same(loaded, model)
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"device_map": {"": "cpu"}}])
+def test_tied_weights_stay_apart_in_a_model_that_does_not_tie_them(options: dict[str, Any], tmp_path: Path) -> None:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    tied = nn.Sequential(first, nn.Linear(4, 4, bias=False))
+    tied[1].weight = first.weight
+    if "dtype" in options:
+        tied.to(torch.bfloat16)
+    Accelerator(cpu=True).save_model(tied, tmp_path)
+    expected = first.weight.detach().clone()
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), second)
+    load_checkpoint_in_model(model, tmp_path, **options)
+    assert all(torch.equal(weight, expected) for weight in model.parameters())
+    with torch.no_grad():
+        second.weight.zero_()
+    assert torch.equal(next(model.parameters()), expected)
+
+
 def test_files_and_indexes_are_loaded_too(tmp_path: Path) -> None:
     model = saved(tmp_path, max_shard_size=300)
     loaded = toy.model()

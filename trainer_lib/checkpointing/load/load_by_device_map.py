@@ -13,7 +13,12 @@ from trainer_lib.modules.device_placement import Device, check_device_map, devic
 from trainer_lib.modules.quantized_layers import is_quantized, on_meta, quantize, release_statistics, weight_of
 from trainer_lib.modules.weights.names import is_listed
 from trainer_lib.modules.weights.tensor_slots import parameter_slots
-from trainer_lib.modules.weights.tied_parameters import find_tied_parameters, retie_by_device, retie_parameters
+from trainer_lib.modules.weights.tied_parameters import (
+    find_tied_parameters,
+    first_names,
+    retie_by_device,
+    retie_parameters,
+)
 from trainer_lib.tensor_files.offloaded_weights import (
     Index,
     OffloadedWeightsLoader,
@@ -87,6 +92,8 @@ class _Placed:
     ) -> None:
         self._files, self._device_map, self._folder = files, device_map, folder
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._first_names = first_names(model)
+        self._names: dict[int, str] = {}  # the first name of the weight that uses the memory at an address
         self.index: Index = {}
         self._written: list[str] = []  # names of weights that have a file in the folder
         self.entries: dict[str, dict[str, Any]] = {}  # of weights in safetensors files
@@ -98,6 +105,8 @@ class _Placed:
         while values:  # one after the other, so that a converted one does not stay in memory twice
             name, value = values.popitem()
             device: Any = device_of(name, self._device_map)
+            if self._is_used_as_it_is(name, kinds[name]):
+                value = self._owned(name, value)
             self._put(name, "cpu" if device == "disk" else device, value, kinds[name])
             del value
 
@@ -106,6 +115,11 @@ class _Placed:
         device: Any = device_of(name, self._device_map)
         is_on_host = device == "disk" or torch.device(device).type == "cpu"
         return is_on_host and self._files.kinds[name][0] == kind and not is_quantized(self._slot(name))
+
+    def _owned(self, name: str, value: Tensor) -> Tensor:
+        """Return a value that shares its memory with no other weight, unless the model ties them."""
+        first = self._first_names[name]
+        return value if self._names.setdefault(value.data_ptr(), first) == first else value.clone()
 
     def keep_on_disk(self, kinds_of: Mapping[Path, Mapping[str, torch.dtype]]) -> None:
         """Keep weights of files on the disk, in these types, and write the index; if that fails, remove the files."""

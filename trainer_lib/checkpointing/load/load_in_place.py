@@ -156,7 +156,7 @@ def _load_one(
                 current.resize_(value.shape)
             current.copy_(value)
     else:
-        current.data = value.to(current.device, kind)
+        current.data = _owned(value.to(current.device, kind), taken)
     return id(current)
 
 
