@@ -1,11 +1,14 @@
 """Tests of the recorded machine, git commit and command line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import trainer_lib
 from tests.trainer.tasks import arguments, trainer
 from trainer_lib.events import Modifier, Run
 from trainer_lib.runs import read_run
@@ -34,6 +37,47 @@ def test_the_commit_of_the_script_and_changes_are_recorded(tmp_path: Path, monke
     assert _recorded_commit(tmp_path / "runs") == commit
     script.write_text("2")
     assert script_commit() == f"{commit} (with changes)"
+
+
+def test_a_file_name_that_is_no_text_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("1")
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")
+    Path(odd).write_text("1")
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "config", "core.quotepath", "false")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-qm", "First")
+    Path(odd).write_text("2")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    assert script_commit() == f"{_git(tmp_path, 'rev-parse', 'HEAD')} (with changes)"
+
+
+_SCRIPT = """
+from torch import nn, ones
+from datasets import mine
+from trainer_lib import Trainer, TrainingArguments
+
+args = TrainingArguments(max_steps=1, use_cpu=True, output_dir="runs")
+trainer = Trainer(nn.Linear(2, 1), args, train_dataset=mine, loss_fn=nn.MSELoss())
+print("step", trainer.fit().state.step, "datasets" in trainer.model_card())
+"""
+
+
+def test_a_script_may_have_a_module_with_the_name_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    (tmp_path / "datasets.py").write_text("from torch import ones\nmine = ones(4, 2), ones(4, 1)")
+    packages = tmp_path / "packages"  # all that are installed here, without `datasets`
+    packages.mkdir()
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if not path.name.startswith(("datasets", "evaluate")) and path.suffix != ".pth":
+            (packages / path.name).symlink_to(path)
+    here = Path(trainer_lib.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{packages}"}
+    command = [sys.executable, "-S", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 1 False" in done.stdout
 
 
 def _recorded_commit(output_dir: Path) -> str:

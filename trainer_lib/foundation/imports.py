@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,16 @@ def version_of(package: str) -> str:
     from importlib import metadata
 
     return metadata.version(package)
+
+
+def imported_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages that are imported; a script's own module of such a name has none."""
+    versions: dict[str, str] = {}
+    for name in packages:
+        if name in sys.modules:
+            with suppress(ImportError):  # no package of this name is installed
+                versions[name] = version_of(name)
+    return versions
 
 
 def require(module: str, extra: str | None = None, distribution: str | None = None) -> ModuleType:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.foundation.imports import version_of
+from trainer_lib.foundation.imports import imported_versions
 from trainer_lib.processes.proc_stat import began_at
 
 _GIT_TIMEOUT = 2.0  # seconds
@@ -34,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
     }
     facts.update(toolkit_versions())
     # Only imported packages: nothing is imported just for its version.
-    facts.update({name: version_of(name) for name in _PACKAGES if name in sys.modules})
+    facts.update(imported_versions(_PACKAGES))
     return {**facts, "script": _script(), "folder": str(Path.cwd())}
 
 
@@ -121,8 +121,8 @@ def _script() -> str:
 
 def _output(command: list[str]) -> list[str]:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT, check=True, env=environment)
-    return done.stdout.splitlines()
+    done = subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT, check=True, env=environment)
+    return done.stdout.decode(errors="replace").splitlines()  # names of files may be in any encoding
 
 
 def _processor() -> str:

@@ -1,6 +1,7 @@
 """Model cards: the facts about a run, for people and for the Hub."""
 
 import re
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from tests.pages import run_example
 from tests.trainer.tasks import arguments, points, trainer
-from trainer_lib import Trainer
+from trainer_lib import Trainer, TrainingArguments
 
 
 def parsed(card: str) -> Any:
@@ -62,6 +63,18 @@ def test_it_tells_figures_arguments_and_versions(tmp_path: Any) -> None:
     for private in ("output_dir", str(tmp_path), "run_name"):
         assert private not in card
     assert f"- torch {version('torch')}" in section(card, "Versions")
+
+
+@dataclass(kw_only=True)
+class MoreArguments(TrainingArguments):
+    """Arguments with one of the script's."""
+
+    label_smoothing_start: float = 0.1
+
+
+def test_arguments_of_a_subclass_are_listed() -> None:
+    args = MoreArguments(max_steps=2, use_cpu=True, label_smoothing_start=0.3)
+    assert "label_smoothing_start: 0.3" in section(trainer(args).model_card(), "Training")
 
 
 def test_results_are_listed_where_the_hub_can_know_of_what(tmp_path: Any) -> None:

@@ -1,7 +1,6 @@
 """Model cards for the Hub: the model, its training and its metrics."""
 
 import dataclasses
-import importlib.metadata
 import math
 import platform
 import re
@@ -14,6 +13,7 @@ import yaml
 from torch import nn
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.imports import imported_versions
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.tracking.secrets import masked
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -244,7 +244,11 @@ def _arguments(trainer: TrainerInterface) -> str:
     args = trainer.args
     usual = TrainingArguments().to_dict()
     given = masked(args.to_dict(unwritable="leave out"))
-    said = {key: value for key, value in given.items() if value != usual[key] and key not in _OF_THE_MACHINE}
+    said = {
+        key: value
+        for key, value in given.items()
+        if key not in _OF_THE_MACHINE and (key not in usual or value != usual[key])  # one of a subclass of the user's
+    }
     # Arguments that most readers look for are always shown.
     always = ("per_device_train_batch_size", "learning_rate", "optimizer", "lr_scheduler", "seed")
     told = {
@@ -256,7 +260,7 @@ def _arguments(trainer: TrainerInterface) -> str:
 def _versions() -> str:
     own = sys.modules["trainer_lib"].__version__  # above everything, so that no import from here may name it
     there = {"Python": platform.python_version(), "trainer_lib": own}
-    there |= {name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules}
+    there |= imported_versions(_PACKAGES)
     return "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in there.items()) + "\n"
 
 
