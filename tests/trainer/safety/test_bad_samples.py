@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from multiprocessing import active_children
@@ -90,6 +91,27 @@ def test_the_rest_of_a_batch_is_trained_on_as_if_the_bad_samples_had_no_label(pr
     assert {entry["pass"] for entry in entries} == {0}
     assert entries[0]["error"].startswith("OSError: file ")
     assert {entry["process"] for entry in entries} == set(range(processes))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_list_that_cannot_be_written_waits(processes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Occupies(Callback):
+        """Has a folder in the place of the list until step 4."""
+
+        def on_step_begin(self, run: Run) -> None:
+            (folder,) = tmp_path.iterdir()
+            if run.state.step == 0:
+                (folder / "quarantine.jsonl" / "inside").mkdir(parents=True)
+            if run.state.step == 4:
+                shutil.rmtree(folder / "quarantine.jsonl")
+
+    def train() -> None:
+        args = arguments(output_dir=tmp_path, on_bad_sample="skip", log_every=1, per_device_train_batch_size=2)
+        assert trainer(args, train_dataset=Samples(*BAD), callbacks=[Occupies()]).fit().state.status == "finished"
+
+    run_world(train, (), processes, timeout=90)
+    (file,) = tmp_path.glob("*/quarantine.jsonl")
+    assert {json.loads(line)["index"] for line in file.read_text().splitlines()} == set(BAD)
 
 
 @pytest.mark.slow

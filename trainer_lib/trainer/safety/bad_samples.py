@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.data_loader.bad_samples.sample_quarantine import Quarantine
-from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.atomic_files import LogWrites, replace_file
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.logging import get_logger
@@ -38,7 +38,7 @@ class BadSamples:
         dataset = context.loader.dataset
         # The processes meet at the next log, which all of them make.
         self._quarantine = Quarantine(group, _most(args, dataset), _limit(args), lambda: context.run.control.ask("log"))
-        self._written = 0
+        self._written, self._writes = 0, LogWrites("lines")
         if self._leaves_out:
             context.loader.skip_bad_samples(self._quarantine)
 
@@ -82,9 +82,10 @@ class BadSamples:
     def _write(self, folder: "RunFolder") -> None:
         entries = self._quarantine.agreed.values()
         text = "".join(json.dumps(entry._asdict() | {"pass": entry.epoch}) + "\n" for entry in entries)
-        replace_file(folder.here / FILE, lambda path: _write_text(path, text))
-        folder.upload()
-        self._written = len(entries)
+        file = folder.here / FILE
+        if self._writes.attempt(file, lambda: replace_file(file, lambda path: _write_text(path, text))):
+            folder.upload()
+            self._written = len(entries)
 
 
 def check_can_leave_out(args: "TrainingArguments", loader: DataLoader[Any], option: str) -> None:
