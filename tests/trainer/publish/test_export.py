@@ -54,6 +54,32 @@ def everything(model: nn.Module) -> dict[str, Any]:
     return {**modules, **{name: value.clone() for name, value in model.state_dict().items()}}
 
 
+class KeepsOutputs(nn.Module):
+    """A network that keeps what it computed in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.kept: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs)
+        if self.training:
+            self.kept = [outputs]
+        return outputs
+
+
+def test_a_model_that_keeps_its_outputs_is_exported(tmp_path: Path) -> None:
+    model = KeepsOutputs()
+    trainer = Trainer(model, arguments(max_steps=2), train_dataset=points(), loss_fn=cross_entropy)
+    trainer.fit()
+    (kept,) = model.kept
+    trainer.export(tmp_path / "model.pt2")
+    assert model.kept[0] is kept
+    inputs = torch.randn(5, 6)
+    torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(inputs), model.layer(inputs))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "options"),

@@ -86,7 +86,10 @@ def _check_can_export(model: nn.Module) -> None:
 def _bare_copy(trainer: TrainerInterface) -> nn.Module:
     """Return an unwrapped copy of the model, on the CPU and in evaluation mode."""
     prepared = trainer.parts.models.listed[0]
-    model: Any = copy.deepcopy(trainer.accelerator.unwrap_model(prepared, keep_torch_compile=False)).cpu()
+    model: Any = trainer.accelerator.unwrap_model(prepared, keep_torch_compile=False)
+    # What a forward left in attributes, such as the weight of `weight_norm`, has a graph, which cannot be copied.
+    computed = [tensor for module in model.modules() for tensor in tensors(vars(module)) if not tensor.is_leaf]
+    model = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed}).cpu()
     unwrap_forward(model)
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False  # a decoder's cache must not be an output of the program
