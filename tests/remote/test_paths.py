@@ -151,6 +151,16 @@ def test_paths_are_like_those_of_pathlib() -> None:
         file.read_bytes()
 
 
+def test_a_folder_may_have_the_name_of_a_pattern() -> None:
+    folder, other = RemotePath("memory", "runs[12]/x"), RemotePath("memory", "runs1/x")
+    for path in (folder, other):
+        (path / "a" / "run.json").write_bytes(b"{}")
+    assert folder.glob("*/run.json") == [folder / "a" / "run.json"]
+    (folder / "a").delete_files(["run.json"])
+    assert not (folder / "a" / "run.json").exists()
+    assert (other / "a" / "run.json").exists()
+
+
 def test_what_is_empty_can_be_written() -> None:
     path = path_at("memory://bucket/file")
     with path.open("wb") as file:

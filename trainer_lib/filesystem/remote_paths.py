@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
+from glob import escape, has_magic
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -133,7 +134,7 @@ class RemotePath:
 
     def glob(self, pattern: str) -> list["RemotePath"]:
         """Return the files and folders in this folder that match a pattern."""
-        return self._named(lambda files, root: files.glob(f"{root.rstrip('/')}/{pattern}"))
+        return self._named(lambda files, root: files.glob(f"{escape(root.rstrip('/'))}/{pattern}"))
 
     def rglob(self, pattern: str) -> list["RemotePath"]:
         """Return the files in this folder and its subfolders that match a pattern."""
@@ -212,7 +213,7 @@ class RemotePath:
             with suppress(FileNotFoundError):
                 files.rm([f"{root}/{name}" for name in plain])
 
-        plain = [name for name in names if not any(letter in name for letter in "*?[")]  # fsspec would expand the rest
+        plain = [name for name in names if not has_magic(f"{self.key}/{name}")]  # fsspec would expand the rest
         if plain:
             self._ask(delete)
         for name in set(names) - set(plain):
