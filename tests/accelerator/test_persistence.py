@@ -306,6 +306,20 @@ def test_a_newer_state_replaces_one_of_the_same_name_and_leaves_foreign_files(tm
     assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
 
 
+def test_folders_that_are_added_do_not_damage_a_checkpoint(tmp_path: Path) -> None:
+    accelerator = engine()
+    trained(accelerator)
+    accelerator.save_state(tmp_path)
+    for name in ("model/config.json", "model/model.safetensors", "scheduler/scheduler_config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    accelerator.load_state(tmp_path)
+    (tmp_path / "model.shards").mkdir()
+    (tmp_path / "model.shards" / "shard.safetensors").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model\.shards/shard\.safetensors is not in its manifest"):
+        accelerator.load_state(tmp_path)
+
+
 def test_a_link_that_a_hook_makes_at_each_save_stays(tmp_path: Path) -> None:
     accelerator = engine()
     trained(accelerator)

@@ -15,6 +15,7 @@ from trainer_lib.logging import get_logger
 _logger = get_logger(__name__)
 
 _SHOWN = 4
+_SHARDS = ".shards/"  # the end of the only folders that parts read
 
 
 def check_sizes(folder: AnyPath, manifest: Manifest) -> None:
@@ -104,7 +105,10 @@ def _extra_files(manifest: Manifest, present: Iterable[str]) -> list[str]:
     extra = [
         name
         for name in present
-        if name not in manifest.files and _stem(name) in stems and name.endswith((".json", ".safetensors"))
+        if name not in manifest.files
+        and _stem(name) in stems
+        and ("/" not in name or _SHARDS in name)
+        and name.endswith((".json", ".safetensors"))
     ]
     return [f"{name} is not in its manifest" for name in sorted(extra)]
 
