@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer_lib import CheckpointError, ConfigurationError
+from trainer_lib import CheckpointError, ConfigurationError, disk_offload
 from trainer_lib.checkpointing.load.offloaded_model import load_offloaded_weights
 from trainer_lib.tensor_files.offloaded_weights import (
     OffloadedWeightsLoader,
@@ -44,6 +44,15 @@ def test_a_state_dict_comes_back_from_its_folder(tmp_path: Path) -> None:
         for value in (loaded[name], alone):
             assert torch.equal(value.to(torch.complex128), tensor.to(torch.complex128))
             assert value.shape == tensor.shape
+
+
+def test_a_model_finds_its_weights_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(3, 2)
+    expected = model(torch.ones(1, 3))
+    monkeypatch.chdir(tmp_path)
+    disk_offload(model, "weights")
+    monkeypatch.chdir("/")
+    assert torch.equal(model(torch.ones(1, 3)), expected)
 
 
 def test_the_layout_is_accelerates(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         if state_dict is None and save_folder is None and index is None:
             raise ConfigurationError("There is nothing to load from. Give state_dict, save_folder or index.")
         self.state_dict: dict[str, Tensor] = dict(state_dict or {})
-        self.save_folder = save_folder
+        # The program may change its current directory before weights are read.
+        self.save_folder: Path | None = None if save_folder is None else Path(save_folder).absolute()
         self.index: Mapping[str, Mapping[str, Any]] = (
             index if index is not None else {} if save_folder is None else _read_index(Path(save_folder) / _INDEX)
         )
