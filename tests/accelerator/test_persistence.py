@@ -26,7 +26,7 @@ from trainer_lib import (
     load_checkpoint_in_model,
 )
 from trainer_lib.checkpointing.format.layout import partial_beside, replaced_beside
-from trainer_lib.checkpointing.format.manifest import CHECKSUM, sealed
+from trainer_lib.checkpointing.format.manifest import CHECKSUM, read_manifest, sealed
 from trainer_lib.modules.weights.state_dicts import module_state
 
 
@@ -304,6 +304,14 @@ def test_a_newer_state_replaces_one_of_the_same_name_and_leaves_foreign_files(tm
     toy_zero(model)
     accelerator.load_state(folder)
     assert all(torch.equal(value, before[name]) for name, value in toy_state(model).items())
+
+
+def test_a_fact_of_zeros_is_read_as_it_was_written(tmp_path: Path) -> None:
+    accelerator = engine()
+    trained(accelerator)
+    accelerator.register_state_facts(lambda: {"arguments": {"trace": "0" * 32, "seed": 10**32}})
+    accelerator.save_state(tmp_path)
+    assert read_manifest(tmp_path).arguments == {"trace": "0" * 32, "seed": 10**32}
 
 
 def test_folders_that_are_added_do_not_damage_a_checkpoint(tmp_path: Path) -> None:

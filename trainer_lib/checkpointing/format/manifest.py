@@ -111,7 +111,8 @@ class Manifest:
 def sealed(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest with its digest, which is computed with zeros in its own place."""
     text = json.dumps({**content, "digest": _UNSEALED}, indent=2, allow_nan=False) + "\n"
-    return text.replace(_UNSEALED, checksum_of_bytes(text.encode())).encode()
+    before, _, after = text.rpartition(_UNSEALED)  # the last: a fact may have as many zeros
+    return f"{before}{checksum_of_bytes(text.encode())}{after}".encode()
 
 
 def library_versions() -> dict[str, str]:
