@@ -221,6 +221,33 @@ def _steps(accelerator: Accelerator, network: torch.nn.Module, micro_batches: in
     return seen
 
 
+class _WithOffset(torch.nn.Module):
+    """A loss with a summand of its own, whose gradient is a view of that of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.offset = torch.nn.Linear(2, 1), torch.nn.Parameter(torch.zeros(1))
+        torch.nn.init.ones_(self.inner.weight)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs).mean() + self.offset.squeeze()
+
+
+def test_gradients_that_are_views_of_that_of_the_loss_leave_later_losses_alone() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    network = _WithOffset()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    for _ in range(3):
+        for _ in range(2):
+            with accelerator.accumulate(network):
+                accelerator.backward(network(torch.ones(1, 2)))
+                optimizer.step()
+                if not accelerator.sync_gradients:
+                    continue
+                assert [float(gradient.mean()) for gradient in toy.gradients(network)] == [1.0, 1.0, 1.0]
+                optimizer.zero_grad(set_to_none=False)  # in place
+
+
 def test_step_counts_micro_batches_and_moves_the_end_of_the_window(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     network, optimizer = accelerator.prepare(plain := toy.model(), torch.optim.SGD(plain.parameters(), lr=0.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _storage_Use_Count as _users_of_storage  # pyright: ignore[reportPrivateUsage]
 from torch.autograd.graph import _engine_run_backward as _run_backward  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function_unary
@@ -89,8 +90,12 @@ def differentiate(loss: Tensor, divisor: float, options: dict[str, Any]) -> None
     autograd's engine itself: `Tensor.backward` would import sympy, for half a second, to compare two empty shapes.
     """
     if type(loss) is Tensor and not loss.ndim and not options and not has_torch_function_unary(loss):
-        gradient = _one_over(divisor, loss.dtype, loss.device)
-        _run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        gradient, storage, users = _one_over(divisor, loss.dtype, loss.device)
+        try:
+            _run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        finally:
+            if _users_of_storage(storage) > users:  # a parameter's gradient is a view of it, and may be changed in place
+                _one_over.cache_clear()
     elif divisor == 1.0:
         loss.backward(**options)
     else:
@@ -98,5 +103,8 @@ def differentiate(loss: Tensor, divisor: float, options: dict[str, Any]) -> None
 
 
 @functools.lru_cache(maxsize=64)
-def _one_over(divisor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), 1 / divisor, dtype=dtype, device=device)
+def _one_over(divisor: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int, int]:
+    """Return the gradient of a loss, the identity of its memory, and how many use that."""
+    gradient = torch.full((), 1 / divisor, dtype=dtype, device=device)
+    storage = gradient.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return gradient, storage, _users_of_storage(storage)
