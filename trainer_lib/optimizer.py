@@ -247,8 +247,12 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
     def _after(self, closure: Callable[[], Any]) -> Any:
+        were_final, before = self._gradients_are_final, self.window.backwards
+        self._gradients_are_final = False
         result = closure()
-        self._apply_factor()
+        if were_final and self.window.backwards == before:
+            self._gradients_are_final = True
+        self.finalize_gradients()  # unless the closure has clipped them
         return result
 
     def _apply_factor(self) -> None:

@@ -211,6 +211,24 @@ def test_a_weighted_closure_makes_the_update_of_the_mean() -> None:
     assert float(network.weight.detach()) == 0.0  # from 1, by a gradient of 1
 
 
+@pytest.mark.parametrize("clips", ["in the closure", "before it"])
+def test_gradients_that_are_clipped_for_a_closure_are_divided_once(clips: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    network = _line()
+    network, optimizer = accelerator.prepare(network, _sgd(network, lr=1.0))
+
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss = network(torch.ones(8, 1)).sum()
+        accelerator.backward(loss, weight=8)
+        accelerator.clip_grad_norm_(network.parameters(), 1e9)
+        return loss.detach()
+
+    loss = torch.zeros(()) if clips == "in the closure" else compute()
+    optimizer.step(compute if clips == "in the closure" else lambda: loss)
+    assert float(network.weight.detach()) == 0.0  # from 1, by a gradient of 1
+
+
 def test_a_scaler_given_by_hand_is_used() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     network = _line()
