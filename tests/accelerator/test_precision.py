@@ -276,6 +276,38 @@ def test_gradients_are_unscaled_once() -> None:
     assert not accelerator.optimizer_step_was_skipped
 
 
+def test_a_model_may_update_twice_while_another_one_holds_gradients_in_fp16() -> None:
+    scaler = GradScalerKwargs(init_scale=256.0, growth_interval=1)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[scaler])
+    often, rare = toy.model(0), toy.model(1)
+    often, rare, first, second = accelerator.prepare(
+        often, rare, torch.optim.SGD(often.parameters(), lr=0.1), torch.optim.SGD(rare.parameters(), lr=0.1)
+    )
+
+    def train(network: Any, optimizer: Any, scale: float = 1.0) -> None:
+        with accelerator.accumulate(network):
+            accelerator.backward(network(torch.ones(1, 8)).sum() * scale)
+            accelerator.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(rare, second)
+    before = toy.parameters(often)
+    for _ in range(2):  # the second one with a gradient that overflows
+        train(often, first)
+    updated = toy.parameters(often)
+    for scale in (1.0, float("inf")):
+        train(often, first, scale)
+    assert accelerator.scaler.get_scale() == 256.0  # of the gradients that the other model holds
+    assert not torch.equal(updated[0], before[0])
+    assert first.step_was_skipped
+    assert torch.equal(toy.parameters(often)[0], updated[0])
+    train(rare, second)
+    assert not second.step_was_skipped
+    train(often, first)
+    assert accelerator.scaler.get_scale() == 128.0  # one of the three updates overflowed
+
+
 def test_fp16_weights_cannot_be_trained_in_fp16() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     with pytest.raises(ConfigurationError, match=r"weight is a trainable fp16 weight"):

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
@@ -15,6 +16,8 @@ from trainer_lib.options.precision_options import AutocastKwargs, GradScalerKwar
 from trainer_lib.precision.autocast import Autocast
 from trainer_lib.precision.base import differentiate
 from trainer_lib.state.partial_state import PartialState
+
+_UNUSED = {"stage": OptState.READY}
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -103,6 +106,7 @@ class ScaledAutocast(Autocast):
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, once an update."""
         if self.scaler.is_enabled():
+            self._begin_round(optimizer)
             self.scaler.unscale_(optimizer)
 
     def discard(self, optimizer: Optimizer) -> None:
@@ -117,6 +121,7 @@ class ScaledAutocast(Autocast):
                 "optimizer.step(closure) does not work with fp16: the scaler must check the gradients after the "
                 "closure. Use mixed_precision='bf16' or 'no'."
             )
+        self._begin_round(optimizer)
         result = self.scaler.step(optimizer)
         if self.scaler.is_enabled():
             self._overflow_flags[optimizer] = self._flags_of(optimizer)
@@ -136,6 +141,13 @@ class ScaledAutocast(Autocast):
         """Load the scale and its history."""
         self._update_is_due = False
         self.scaler.load_state_dict(state)
+
+    def _begin_round(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step again before the scale is updated: another one still holds gradients of this scale."""
+        # There is no public way: the scaler takes one step of each optimizer between two updates of the scale.
+        states: dict[Any, Any] = self.scaler._per_optimizer_states  # pyright: ignore[reportPrivateUsage]
+        if self._update_is_due and states.get(id(optimizer), _UNUSED)["stage"] is OptState.STEPPED:
+            states[object()] = states.pop(id(optimizer))  # whether it overflowed counts for the update
 
     def _flags_of(self, optimizer: Optimizer) -> list[Tensor]:
         # There is no public way: step() returns None for a skipped and for a normal update.
