@@ -28,6 +28,15 @@ def test_clipping_by_norm_is_torchs() -> None:
     toy.assert_same(toy.gradients(network), toy.gradients(reference), rtol=0)
 
 
+def test_the_largest_element_may_be_the_norm() -> None:
+    accelerator, network, _ = _prepared()
+    inputs, targets, _ = toy.data()
+    accelerator.backward(toy.losses(network, inputs, targets).mean())
+    largest = max(float(gradient.abs().max()) for gradient in toy.gradients(network))
+    for norm_type in (float("inf"), "inf"):  # torch takes both
+        assert float(accelerator.clip_grad_norm_(network.parameters(), 1e9, norm_type)) == largest  # pyright: ignore[reportArgumentType]
+
+
 def test_clipping_by_value_is_torchs() -> None:
     accelerator, network, _ = _prepared()
     inputs, targets, _ = toy.data()

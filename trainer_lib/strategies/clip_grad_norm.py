@@ -190,6 +190,7 @@ def _norm_of_uniform(gradients: list[Tensor], norm_type: float) -> Tensor | None
     kind, device, _, is_sparse = next(iter(kinds)) if len(kinds) == 1 else (None, None, None, True)
     if kind is not Tensor or device is None or is_sparse or device.type not in FOREACH_NORM:
         return None
+    norm_type = float(norm_type)  # torch takes "inf" too
     return torch.linalg.vector_norm(torch.stack(foreach_norm(gradients, norm_type)), norm_type)
 
 
