@@ -62,6 +62,53 @@ def test_values_and_gradients_arrive(dtype: torch.dtype, options: dict[str, Any]
         torch.testing.assert_close(gradients[0], alone[1][0] * 1.5, rtol=2e-2, atol=0)
 
 
+class _WithWhole(nn.Module):
+    """A model of which FSDP leaves a weight without dimensions and an embedding with sparse gradients whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.tensor(1.0)), nn.Linear(4, 4)
+        self.embedding = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, tokens: Tensor, uses_scale: bool) -> Tensor:
+        loss = self.inner(self.embedding(tokens)).square().sum()
+        return loss + self.scale * 0.0 if uses_scale else loss
+
+
+def _whole_weights() -> tuple[float, Tensor, bool]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="embedding"))
+    network, rank = _WithWhole(), accelerator.process_index
+    rows = (
+        torch.tensor([[1, 2, 3], [3, 4, 5]])[rank : rank + 1]
+        if accelerator.num_processes > 1
+        else torch.tensor([[1, 2, 3], [3, 4, 5]])
+    )
+    network = accelerator.prepare(network)
+    optimizer = accelerator.prepare(torch.optim.AdamW([network.scale], lr=0.1, weight_decay=0.5))
+    accelerator.backward(network(rows[:, : 3 - rank], uses_scale=rank == 0) * accelerator.num_processes)
+    optimizer.step()
+    gradient = network.embedding.weight.grad
+    return network.scale.item(), gradient.to_dense(), gradient.is_sparse
+
+
+def test_a_weight_of_which_one_rank_has_zeros_and_another_no_gradient_stays_the_same_on_both() -> None:
+    first, second = run_world(_whole_weights, (), 2, timeout=60)
+    assert first[0] == second[0] == pytest.approx(0.95)
+
+
+def test_sparse_gradients_of_whole_weights_are_averaged_row_by_row() -> None:
+    torch.manual_seed(0)
+    network = _WithWhole()
+    for tokens in ([1, 2, 3], [3, 4]):
+        network(torch.tensor(tokens), False).backward()
+    expected = network.embedding.weight.grad
+    assert expected is not None
+    for _, gradient, is_sparse in run_world(_whole_weights, (), 2, timeout=60):
+        torch.testing.assert_close(gradient, expected.to_dense())
+        assert is_sparse
+
+
 def _wrapped_with(how: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     assert accelerator.ddp_handler is None

@@ -70,9 +70,9 @@ def test_two_ranks_compute_the_numbers_of_one_process(tmp_path: Path) -> None:
     for position, name in enumerate(names):
         if name in ("all_reduce", "all_gather", "collective_broadcast"):
             assert (names[position - 1], names[position + 1]) == ("sync", "sync")
-    # The tied weight is sent once, and one message holds all gradients of an update.
+    # The tied weight is sent once. One message holds all gradients of an update, and which of them a rank has.
     assert names.count("collective_broadcast") == 7
-    gradients = sum(parameter.numel() for parameter in _tied().parameters())
+    gradients = sum(parameter.numel() + 1 for parameter in _tied().parameters())
     messages = [facts["shapes"] for name, facts in recorded[0] if name == "all_reduce"]
     assert messages.count([[gradients]]) == len(expected["norms"])
     assert names.count("manual_seed") == 2  # where the world forms, and by set_seed

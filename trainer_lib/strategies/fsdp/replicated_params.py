@@ -56,15 +56,27 @@ class ReplicatedParameters:
     def average(self) -> None:
         """Average the gradients now; what is averaged already stays as it is."""
         self._is_due = False
+        sparse = [
+            parameter for parameter in self._parameters if parameter.grad is not None and parameter.grad.is_sparse
+        ]
+        for parameter in sparse:  # ranks have gradients of other rows
+            parameter.grad = None if parameter.grad is None else parameter.grad.to_dense()
         # A weight that this rank did not use counts with zeros: other ranks may have used it.
-        unused = [parameter for parameter in self._parameters if parameter.grad is None]
-        for parameter in unused:
+        unused = {number: parameter for number, parameter in enumerate(self._parameters) if parameter.grad is None}
+        for parameter in unused.values():
             parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        average(local_values(gradients), self._group)
-        for parameter in unused:
-            if parameter.grad is not None and not any(value.any() for value in local_values([parameter.grad])):
+        values = local_values([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        if not values:
+            return
+        users = torch.ones(len(values), dtype=values[0].dtype, device=values[0].device)
+        for number in unused:
+            users[number] = 0.0
+        average([users, *values], self._group)
+        for number, parameter in unused.items():
+            if not users[number]:
                 parameter.grad = None
+        for parameter in sparse:
+            parameter.grad = None if parameter.grad is None else parameter.grad.to_sparse(1)
 
 
 def _call(queue: "WeakMethod[Callable[[Tensor], None]]", tensor: Tensor) -> None:
