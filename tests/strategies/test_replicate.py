@@ -109,6 +109,21 @@ def test_sparse_gradients_of_whole_weights_are_averaged_row_by_row() -> None:
         assert is_sparse
 
 
+def _kept_weights() -> list[bool]:
+    accelerator = Accelerator(cpu=True)
+    network = accelerator.prepare(nn.Linear(2, 2, dtype=torch.complex64))
+    with torch.no_grad():
+        network.module.weight.add_(accelerator.process_index)
+    kept = network.module.weight.detach().clone()
+    with accelerator.strategy.averaged_weights([network]):
+        inside = network.module.weight.detach().clone()
+    return [torch.equal(inside, kept), torch.equal(network.module.weight.detach(), kept)]
+
+
+def test_complex_weights_are_a_ranks_own_again_after_a_mean() -> None:
+    assert run_world(_kept_weights, (), 2, timeout=60) == [[False, True]] * 2
+
+
 def _wrapped_with(how: str) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     assert accelerator.ddp_handler is None

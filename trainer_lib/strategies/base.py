@@ -213,7 +213,7 @@ class Strategy(ABC):
     def averaged_weights(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Return the context in which the weights are their mean over the ranks; then they are this rank's again."""
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        kept = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.is_floating_point()]
+        kept = [(t, t.detach().clone()) for t in tensors if t.is_floating_point() or t.is_complex()]
         try:
             for model in models:
                 self.average_weights(model)
