@@ -85,6 +85,14 @@ def test_values_of_another_width_and_lower_precisions() -> None:
     check(2, KINDS, ["plain", "window"], (4, 2), dtype=torch.bfloat16, limit=0.1)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_window_has_two_sides_unless_attention_is_causal(is_causal: bool) -> None:
+    positions = torch.arange(5)
+    allowed = AttentionRule(is_causal, window=2).mask(positions, positions)[0, 0]
+    expected = torch.ones(5, 5).triu(-1).tril(0 if is_causal else 1)
+    assert torch.equal(allowed, expected.bool())
+
+
 def test_layouts_cut_and_join() -> None:
     def body() -> list[Any]:
         PartialState(cpu=True)

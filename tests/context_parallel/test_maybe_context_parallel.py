@@ -111,6 +111,39 @@ def test_a_model_of_transformers_takes_masks_of_whole_sequences() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
+def modernbert_gradient(config: ParallelismConfig | None) -> Tensor:
+    """Return a gradient of an encoder whose layers attend to a window around each position."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 9}
+    tokens: dict[str, Any] = dict.fromkeys(("bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 1)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    options = ModernBertConfig(**sizes, **tokens, pad_token_id=0, num_attention_heads=4, local_attention=4)
+    model = ModernBertForMaskedLM(options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(20 if parameter.ndim > 1 else 1)  # so that attention differs from position to position
+    model = accelerator.prepare(model)
+    inputs, labels, positions = tensors()
+    buffers = [inputs, labels, positions]
+    with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+        logits = model(input_ids=inputs, position_ids=positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        accelerator.backward(loss)
+    bare: Any = accelerator.unwrap_model(model)
+    return bare.get_input_embeddings().weight.grad
+
+
+@pytest.mark.slow
+def test_an_encoder_of_transformers_attends_to_windows_around_each_position() -> None:
+    (expected,) = run_world(lambda: modernbert_gradient(None), num_processes=1)
+    assert float(expected.abs().max()) > 1e-4
+    for config in (ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)):
+        for found in run_world(modernbert_gradient, (config,)):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def state_after_a_window(config: ParallelismConfig | None) -> dict[str, Tensor]:
     """Return the weights after an update by two micro-batches, which a pipeline computes in its schedule."""
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ class CutSequences:
             keep: The keys that are no padding, as [batch, length] of the whole sequences.
             is_causal: Whether a query attends to earlier keys only.
             scale: The factor of the scores.
-            window: A query attends to its own position and the `window - 1` before.
+            window: A query attends to its own position and the `window - 1` before, and if not causal, as many after.
             dropout_p: The probability of dropout.
         """
         self._check_lengths(query, key)

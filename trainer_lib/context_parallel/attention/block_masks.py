@@ -21,7 +21,7 @@ class AttentionRule:
         keep: The keys that are no padding, as [batch, length] of the whole sequences.
         documents: The number of the document that each position belongs to, as [batch, length]; a query attends to
             keys of its own document.
-        window: Only to its own position and the `window - 1` before.
+        window: Only to its own position and the `window - 1` before, and if not causal, as many after.
     """
 
     is_causal: bool = False
@@ -40,7 +40,7 @@ class AttentionRule:
         if self.is_causal:
             allowed = allowed & (queries[:, None] >= keys)
         if self.window is not None:
-            allowed = allowed & (queries[:, None] - keys < self.window)
+            allowed = allowed & ((queries[:, None] - keys).abs() < self.window)
         if self.documents is not None:
             allowed = allowed & (self.documents[:, queries, None] == self.documents[:, None, keys])
         if self.keep is not None:
