@@ -91,6 +91,36 @@ def _accelerator(pp_size: int = 2, **options: Any) -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=config, **options)
 
 
+class _TiedEnds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.head(hidden)
+
+
+def _frozen_after_prepare() -> bool:
+    accelerator, model = _accelerator(), _TiedEnds()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+    (tied,) = [p for p in model.parameters() if p.shape == (VOCABULARY, 8)]
+    before = tied.detach().clone()
+    tied.requires_grad_(False)
+    accelerator.backward(model(torch.arange(8).view(2, 4)).square().mean())
+    optimizer.step()
+    return torch.equal(tied.detach(), before)
+
+
+def test_a_tied_weight_that_is_frozen_later_stays() -> None:
+    assert run_world(_frozen_after_prepare, timeout=60) == [True, True]
+
+
 def _is_freed() -> bool:
     accelerator = _accelerator()
     model = accelerator.prepare(four_blocks())

@@ -43,7 +43,10 @@ class SharedWeights:
             gradient = torch.zeros_like(weight) if weight.grad is None else laid_out(weight.grad, weight)
             (values,), earlier = local_values([gradient]), before[name]
             values.copy_(self._summed(name, values))
-            weight.grad = gradient if earlier is None else earlier.add_(gradient)
+            if not weight.requires_grad:  # frozen since: an optimizer would still decay it
+                weight.grad = earlier
+            else:
+                weight.grad = gradient if earlier is None else earlier.add_(gradient)
 
     def _summed(self, name: str, gradient: Tensor) -> Tensor:
         first, *others = self._holders[name]
