@@ -171,6 +171,58 @@ def test_weights_and_optimizer_resume_at_another_size() -> None:
     torch.testing.assert_close(four, alone, rtol=1e-6, atol=1e-6)
 
 
+class _TiedRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList([_Block() for _ in range(3)])
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _tied_in_double() -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    pipeline = Pipeline(_TiedRow().double(), _loss, ParallelismConfig(pp_size=3), "GPipe", blocks="blocks.*")
+    (window, *_), *_ = _windows(2, 1)
+    return float(pipeline.step(window)), {name: w.grad for name, w in pipeline.named_parameters() if w.grad is not None}
+
+
+def test_a_stage_without_a_tied_weight_sums_its_gradient_in_the_type_of_the_weight() -> None:
+    torch.manual_seed(0)
+    model = _TiedRow().double()
+    (window, *_), *_ = _windows(2, 1)
+    tokens, targets = (torch.cat(part) for part in zip(*window, strict=True))
+    loss = _loss(model(tokens), targets) / (targets != -100).sum()
+    loss.backward()
+    for found, gradients in run_world(_tied_in_double, (), 3, timeout=120):
+        assert found == pytest.approx(float(loss.detach()), rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def _frozen_tie() -> list[bool]:
+    torch.manual_seed(0)
+    model = _TiedRow()
+    model.embedding.weight.requires_grad_(False)
+    pipeline = Pipeline(model, _loss, ParallelismConfig(pp_size=2), "GPipe", blocks="blocks.*")
+    optimizer = torch.optim.SGD([weight for weight in pipeline.parameters() if weight.requires_grad], lr=0.1)
+    for window, *_ in _windows(2, 1)[:2]:
+        pipeline.step(window)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.grad is None for weight in pipeline.parameters()]
+
+
+def test_a_frozen_tied_weight_gets_no_gradient() -> None:
+    assert all(all(found) for found in run_world(_frozen_tie, (), 2, timeout=120))
+
+
 def test_what_cannot_be_a_pipeline_is_refused() -> None:
     one = ParallelismConfig()
     with pytest.raises(ConfigurationError, match=r"has no list of repeated blocks .* nn.ModuleList"):

@@ -232,27 +232,27 @@ class Pipeline:
 
     def _find_shared(self) -> None:
         """Find the weights that several ranks hold, and those that count for the norm on an earlier rank."""
-        self._shared: dict[str, torch.Size] = {}
+        self._shared: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._counted: set[str] = set()
         if self.pp_group is None:
             return
         parts: list[Any] = [None] * self.pp_group.size()
-        shapes = {name: weight.shape for name, weight in self.named_parameters()}
-        dist.all_gather_object(parts, shapes, group=self.pp_group)
+        specs = {name: (weight.shape, weight.dtype) for name, weight in self.named_parameters()}
+        dist.all_gather_object(parts, specs, group=self.pp_group)
         for rank, part in enumerate(parts):
-            for name, shape in part.items():
+            for name, spec in part.items():
                 if any(name in earlier for earlier in parts[:rank]):
-                    self._shared[name] = shape
+                    self._shared[name] = spec
                     if rank == self.pp_group.rank():
                         self._counted.add(name)
 
     def _reduce_gradients(self, items: float) -> None:
         weights = dict(self.named_parameters())
-        for name, shape in self._shared.items():
+        for name, (shape, dtype) in self._shared.items():
             gradient = weights[name].grad if name in weights else None
-            gradient = torch.zeros(shape, device=self.device) if gradient is None else gradient
+            gradient = torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
             dist.all_reduce(gradient, group=self.pp_group)
-            if name in weights:
+            if name in weights and weights[name].requires_grad:
                 weights[name].grad = gradient
         for weight in weights.values():
             if not weight.requires_grad:
