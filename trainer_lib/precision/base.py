@@ -94,7 +94,7 @@ def differentiate(loss: Tensor, divisor: float, options: dict[str, Any]) -> None
         try:
             _run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         finally:
-            if _users_of_storage(storage) > users:  # a parameter's gradient is a view of it, and may be changed in place
+            if _users_of_storage(storage) > users:  # a parameter's gradient is a view of it, which may change
                 _one_over.cache_clear()
     elif divisor == 1.0:
         loss.backward(**options)
