@@ -560,3 +560,28 @@ def _take_turns(accelerator: Accelerator) -> tuple[list[float], list[str]]:
             optimizer.zero_grad()
     state = accelerator.strategy.optimizer_state(optimizers[1], models)
     return norms, list(state.get("state", ()))
+
+
+class _Positions(nn.Module):
+    """A weight, and a buffer that is not saved, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+        self.register_buffer("positions", torch.zeros(4), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.positions = torch.arange(4.0, device=self.weight.device)
+
+
+def test_loaded_weights_stay_beside_a_buffer_that_is_still_on_meta() -> None:
+    def prepared() -> list[list[float]]:
+        accelerator, model = _sharding(), _on_meta(_Positions)
+        model.load_state_dict({"weight": torch.full((4, 2), 3.0)}, assign=True)
+        model = accelerator.prepare(model)
+        weight: Any = model.get_parameter("weight")
+        return [weight.full_tensor().flatten().tolist(), model.get_buffer("positions").tolist()]
+
+    assert run_world(prepared, (), 2, timeout=60) == [[[3.0] * 8, [0.0, 1.0, 2.0, 3.0]]] * 2

@@ -18,7 +18,7 @@ from trainer_lib.process_group import ProcessGroup
 
 
 def materialize(model: nn.Module, initialize: Callable[[nn.Module], Any] | None) -> None:
-    """Initialize the modules of a whole model whose weights are on the meta device.
+    """Initialize the modules of a whole model whose weights are on the meta device; those that have values keep them.
 
     Raises:
         PreparationError: If a module has no way to initialize itself.
@@ -34,9 +34,13 @@ def materialize(model: nn.Module, initialize: Callable[[nn.Module], Any] | None)
                     "reset_parameters(). Give FullyShardedDataParallelPlugin(param_init_fn=…), a function that "
                     "initializes a module, or build the model on the CPU of rank 0."
                 )
+            named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            loaded = {key: tensor.detach() for key, tensor in named if not tensor.is_meta}
             module.to_empty(device="cpu", recurse=False)
             with torch.no_grad():
                 reset(module) if initialize else reset()
+                for key, value in loaded.items():
+                    getattr(module, key).copy_(value)
     retie_parameters(model, tied)
 
 
