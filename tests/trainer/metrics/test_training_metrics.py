@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
+from trainer_lib import Trainer
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.trainer.metrics.running_means import RunningMeans
@@ -69,3 +70,18 @@ def test_a_step_without_outputs_gives_one_warning(caplog: pytest.LogCaptureFixtu
     kind = type("Mine", (type(made),), {"compute_loss": without_outputs})
     kind(network(), arguments(max_steps=2), train_dataset=points(), train_metrics=["accuracy"]).fit()
     assert caplog.text.count("the training step returned no outputs") == 1
+
+
+def test_a_root_and_a_perplexity_are_those_of_the_mean() -> None:
+    """They are no means themselves: what is logged is the root of the mean, as in an evaluation."""
+    inputs, targets = torch.arange(16.0)[:, None], torch.zeros(16, 1)
+    args = arguments(max_steps=2, learning_rate=0.0, log_every=2, per_device_train_batch_size=8, shuffle=False)
+    options: dict[str, Any] = {"train_dataset": (inputs, targets), "eval_dataset": (inputs, targets)}
+    options |= {"train_metrics": ["mse", "rmse", "perplexity"], "metrics": ["mse", "rmse", "perplexity"]}
+    torch.manual_seed(0)
+    made = Trainer(nn.Linear(1, 1), args, loss_fn=nn.MSELoss(), **options)
+    logged, *_ = made.fit().history
+    evaluated = made.evaluate()
+    for name in ("mse", "rmse", "perplexity"):
+        assert logged[name] == pytest.approx(evaluated[f"eval_{name}"], rel=1e-6), name
+    assert logged["rmse"] == pytest.approx(logged["mse"] ** 0.5, rel=1e-6)

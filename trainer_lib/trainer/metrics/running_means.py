@@ -1,6 +1,6 @@
 """Weighted means of logged values, over micro-batches, steps and ranks, until the next log."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ class RunningMeans:
         self._batch: Any = None  # the batch of an evaluation whose values are collected apart
         self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
         self.items = 0.0  # what the loss counted, when the sums were last put together
+        self.finishes: dict[str, Callable[[float], float]] = {}  # what `collect` makes of a mean, such as its root
 
     def add(self, name: str, value: float | Tensor, weight: Weight | None = None) -> None:
         """Add a value, which counts `weight` times: by default once, or in an evaluation once for each row.
@@ -131,7 +132,8 @@ class RunningMeans:
         sums = self.state_dict()
         self.clear()
         self.weightless = {name for name, (_, weight) in sums.items() if not weight}
-        return {name: total / weight for name, (total, weight) in sums.items() if weight}
+        means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+        return means | {name: finish(means[name]) for name, finish in self.finishes.items() if name in means}
 
     def state_dict(self) -> dict[str, list[float]]:
         """Return the sums and weights over all processes. All of them have to ask."""

@@ -40,7 +40,8 @@ class MeanMetric(Metric):
         finish: Callable[[float], float] = lambda mean: mean,
     ) -> None:
         super().__init__(name)
-        self._measure, self._finish = measure, finish
+        self._measure = measure
+        self.finish: Callable[[float], float] = finish
 
     def begin(self, device: torch.device) -> None:
         """Reset the metric."""
@@ -80,7 +81,7 @@ class MeanMetric(Metric):
                 "all batches have labels: the dataset and the collate function must return the same keys on all ranks."
             )
         total, weight = sum(state[0] for state in states), sum(state[1] for state in states)
-        return self._finish(total / weight) if weight else math.nan
+        return self.finish(total / weight) if weight else math.nan
 
 
 class FunctionMetric(Metric):

@@ -37,8 +37,11 @@ class TrainingMetrics(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         """Reset the metrics on the device of the batches."""
+        means = run.trainer.parts.means
         for metric in self._metrics:
             metric.begin(run.accelerator.device)
+            if isinstance(metric, MeanMetric):
+                means.finishes[metric.name] = metric.finish
 
     def on_micro_batch_end(self, run: Run) -> None:
         """Add a batch to the means."""
