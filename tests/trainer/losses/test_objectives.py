@@ -1,9 +1,11 @@
 """Losses as sums with weights, from loss functions and from models."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -316,6 +318,27 @@ def test_losses_of_parts_add_up_to_that_of_the_whole_batch(loss_fn: Any, outputs
     parts = [total(outputs[start:stop], targets[start:stop]) for start, stop in ((0, 2), (2, 5))]
     mean = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
     torch.testing.assert_close(mean, loss_fn(outputs, targets), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits])
+def test_weights_of_elements_divide_a_mean_as_in_torch(loss_fn: Any) -> None:
+    weighted = functools.partial(loss_fn, weight=LOGITS.abs())
+    targets = (LOGITS > 0).float()
+    total = summed(weighted)
+    assert total is not None
+    loss, weight = total(LOGITS, targets)
+    torch.testing.assert_close(loss / weight, weighted(LOGITS, targets), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("targets", [[0, 1, 2, 3, 0], [1, 1, 1, 1, 1], [3, 255, 3, 3, 0]])
+def test_targets_in_bytes_have_the_weights_of_their_classes(targets: list[int]) -> None:
+    """As an index, bytes are a mask for torch."""
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]), ignore_index=255)
+    classes = torch.tensor(targets, dtype=torch.uint8)
+    total = summed(loss_fn)
+    assert total is not None
+    loss, weight = total(LOGITS[:, 0], classes)
+    torch.testing.assert_close(loss / weight, loss_fn(LOGITS[:, 0], classes.long()), rtol=1e-6, atol=0)
 
 
 def test_changed_attributes_of_a_loss_module_take_effect() -> None:

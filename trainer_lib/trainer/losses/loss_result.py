@@ -143,7 +143,8 @@ def _targets(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
         return count_valid(targets, settings.ignore_index)
     valid = targets != settings.ignore_index
     # The valid targets alone would have a size that the host had to wait for.
-    return torch.where(valid, weight[targets.where(valid, 0)], 0.0).sum()
+    classes = targets.where(valid, 0).long()  # an index in bytes is a mask for torch
+    return torch.where(valid, weight[classes], 0.0).sum()
 
 
 def _elements(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
@@ -151,6 +152,12 @@ def _elements(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
     if outputs.shape == targets.shape:
         return float(outputs.numel())
     return float(math.prod(torch.broadcast_shapes(outputs.shape, targets.shape)))
+
+
+def _weighted_elements(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
+    """Return the weight by which the functions divide that take weights of elements and average with them."""
+    weight = settings.weight
+    return _elements(settings, outputs, targets) if weight is None else weight.sum()
 
 
 def _samples(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
@@ -184,8 +191,8 @@ _COUNTS: dict[Any, Callable[[Any, Tensor, Tensor], Weight]] = {
     nn.PoissonNLLLoss: _elements,
     nn.SoftMarginLoss: _elements,
     nn.HingeEmbeddingLoss: _elements,
-    F.mse_loss: _elements,
-    F.l1_loss: _elements,
+    F.mse_loss: _weighted_elements,
+    F.l1_loss: _weighted_elements,
     F.smooth_l1_loss: _elements,
     F.huber_loss: _elements,
     F.binary_cross_entropy: _elements,
