@@ -86,6 +86,17 @@ class TestCausal:
         assert_continued(output.predictions, [alone(model, prompt) for prompt in PROMPTS])
         assert torch.equal(output.labels, batch_of([0, 1, 2, 3], padding_side)["labels"])
 
+    @pytest.mark.parametrize("padding_side", ["right", "left"])
+    def test_other_values_of_tokens_stay_with_them(self, padding_side: str) -> None:
+        model, batch = causal(), batch_of([1, 2], padding_side)
+        batch["token_type_ids"] = batch["input_ids"] + 10
+        wanted: list[list[int]] = []
+        for prompt in (PROMPTS[1], PROMPTS[2]):
+            tokens = torch.tensor([prompt])
+            inputs = {"input_ids": tokens, "token_type_ids": tokens + 10, "attention_mask": torch.ones_like(tokens)}
+            wanted.append(model.generate(**inputs, pad_token_id=PAD, **OPTIONS)[0, len(prompt) :].tolist())
+        assert_continued(generate_step(model, batch, OPTIONS).predictions, wanted)
+
     def test_prompts_may_be_given(self) -> None:
         model = causal()
         tokens = torch.tensor([[PAD, 5, 6, 7], [PAD, PAD, 8, 9]])

@@ -131,7 +131,10 @@ def _prompts(named: Mapping[str, Any], padding: int) -> dict[str, Any]:
     order = before.int().argsort(dim=1, stable=True)[:, -int(before.sum(dim=1).max()) :]
     mask = before.gather(1, order)
     rest = {
-        name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask", "position_ids")
+        # Other values of each token, such as token_type_ids, follow the tokens; padding has 0.
+        name: value.gather(1, order) * mask if isinstance(value, Tensor) and value.shape == tokens.shape else value
+        for name, value in inputs.items()
+        if name not in ("input_ids", "attention_mask", "position_ids")
     }
     return {**rest, "input_ids": tokens.gather(1, order).where(mask, padding), "attention_mask": mask.to(tokens.dtype)}
 
