@@ -307,6 +307,16 @@ def test_a_converted_schedule_has_the_rates_of_transformers(
             schedule.step()
 
 
+def test_a_plateau_has_no_warmup_there(caplog: pytest.LogCaptureFixture) -> None:
+    kind = transformers.SchedulerType.REDUCE_ON_PLATEAU
+    optimizers = [SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5) for _ in range(2)]
+    reference: Any = transformers.get_scheduler(kind, optimizers[0], 7, 40)
+    ours, text = convert(caplog, lr_scheduler_type=kind, warmup_steps=7)
+    own = build_schedule(ours.lr_scheduler, optimizers[1], warmup_steps=ours.warmup_steps_for(40), total_steps=40)
+    assert own.get_last_lr() == reference.get_last_lr() == [0.5]
+    assert 'it has no effect with lr_scheduler_type="reduce_lr_on_plateau" there' in text
+
+
 def test_what_differs_is_converted(caplog: pytest.LogCaptureFixture) -> None:
     settings: dict[str, Any] = {
         "output_dir": "out",

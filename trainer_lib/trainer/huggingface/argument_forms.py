@@ -136,8 +136,9 @@ def _best(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 def _warmup(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
     # As in transformers: steps take precedence over a ratio, and a number of steps below 1 is a ratio.
     value = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
-    if value and str(arguments.get("lr_scheduler_type")) == "constant":
-        return 'it has no effect with lr_scheduler_type="constant" there'
+    schedule = str(arguments.get("lr_scheduler_type"))
+    if value and schedule in ("constant", "reduce_lr_on_plateau"):
+        return f'it has no effect with lr_scheduler_type="{schedule}" there'
     return {"warmup": _steps(value) if value >= 1 else float(value) or None}
 
 
