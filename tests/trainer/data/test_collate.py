@@ -198,6 +198,14 @@ def test_multi_label_targets_stay_floats() -> None:
     assert_batches_equal(collate_with(_tokenizer(), samples)["labels"], torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
 
 
+def test_padded_labels_keep_their_fractions() -> None:
+    samples: list[Any] = [{"input_ids": [1, 2], "labels": [0.25, 1.5]}, {"input_ids": [3], "labels": [0.75]}]
+    batch = collate_with(_tokenizer(), samples)
+    assert_batches_equal(batch["labels"], torch.tensor([[0.25, 1.5], [0.75, -100.0]]))
+    samples = [{"input_ids": [1], "labels": []}, {"input_ids": [3], "labels": [7]}]  # [] alone would be floats
+    assert_batches_equal(collate_with(_tokenizer(), samples)["labels"], torch.tensor([[-100], [7]]))
+
+
 def test_two_fields_of_labels_keep_their_names() -> None:
     samples = [{"input_ids": [1, 2], "label": 1, "labels": 2}, {"input_ids": [3], "label": 3, "labels": 4}]
     batch = collate_with(_tokenizer(), samples)

@@ -100,11 +100,14 @@ class PaddingCollate:
 
     def _pad_labels(self, labels: list[Any]) -> Tensor:
         longest = max(map(len, labels))
-        batch = torch.full((len(labels), longest), IGNORE_INDEX)
+        rows = [torch.as_tensor(values) for values in labels]
+        # An empty list has torch's default dtype.
+        dtype = next((row.dtype for row in rows if row.is_floating_point() and len(row)), torch.int64)
+        batch = torch.full((len(labels), longest), IGNORE_INDEX, dtype=dtype)
         on_left = self.tokenizer.padding_side == "left"
-        for row, values in zip(batch, labels, strict=True):
+        for row, values in zip(batch, rows, strict=True):
             columns = slice(longest - len(values), None) if on_left else slice(len(values))
-            row[columns] = torch.as_tensor(values)
+            row[columns] = values
         return batch
 
 
