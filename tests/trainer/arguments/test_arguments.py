@@ -613,6 +613,11 @@ def test_a_dry_run_keeps_the_schedule_of_the_whole_run() -> None:
     dry = TrainingArguments(dry_run=True, num_train_epochs=3, warmup="100 steps").effective()
     assert (dry.schedule_steps, dry.warmup) == (None, None)
     assert TrainingArguments(dry_run=True, warmup=0.1).effective().warmup == 0.1
+    decaying: dict[str, Any] = {"lr_scheduler": "wsd", "lr_scheduler_kwargs": {"decay_steps": 100, "min_ratio": 0.1}}
+    dry = TrainingArguments(dry_run=True, max_steps=1000, **decaying).effective()
+    assert dry.lr_scheduler_kwargs == {"decay_steps": 100, "min_ratio": 0.1}
+    dry = TrainingArguments(dry_run=True, num_train_epochs=3, **decaying).effective()
+    assert dry.lr_scheduler_kwargs == {"min_ratio": 0.1}
 
 
 def test_a_dry_run_lowers_limits_to_two_batches_at_most() -> None:

@@ -729,7 +729,7 @@ class TrainingArguments(ArgumentsBase):
 
         A dry run trains one epoch of two batches, evaluates on two, logs each step and writes nothing: `output_dir`
         and what depends on it are unset. The schedule stays that of the whole run if `schedule_steps` or `max_steps`
-        gives its length; if not, a warm-up in steps is dropped.
+        gives its length; if not, a warm-up and a decay in steps are dropped.
 
         Example:
             >>> args = TrainingArguments(dry_run=True, max_steps=1000, output_dir="runs").effective()
@@ -751,6 +751,9 @@ class TrainingArguments(ArgumentsBase):
         changes["schedule_steps"] = steps
         if steps is None and self.warmup is not None and isinstance(checks.read_warmup("warmup", self.warmup), int):
             changes["warmup"] = None
+        if steps is None and self.lr_scheduler == "wsd":
+            options = self.lr_scheduler_kwargs
+            changes["lr_scheduler_kwargs"] = {name: options[name] for name in options if name != "decay_steps"}
         return dataclasses.replace(self, **changes)
 
     @classmethod
