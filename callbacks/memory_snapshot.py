@@ -42,6 +42,8 @@ class MemorySnapshot(Callback):
         self._is_recording = False
 
     def on_fit_begin(self, run: Run) -> None:
+        if self._folder is None and run.folder is None and getattr(run.args, "dry_run", False):
+            return  # which writes nothing
         if self._folder is None and run.folder is None:
             raise ConfigurationError(
                 "MemorySnapshot has no folder for its files. Give output_dir, or MemorySnapshot(folder=…)."

@@ -57,6 +57,9 @@ class Profile(Callback):
         self._first, self._is_due = 0, True
 
     def on_fit_begin(self, run: Run) -> None:
+        if self._folder is None and run.folder is None and getattr(run.args, "dry_run", False):
+            self._is_due = False  # which writes nothing
+            return
         if self._folder is None and run.folder is None:
             raise ConfigurationError("Profile has no folder for its traces. Give output_dir, or Profile(folder=…).")
         self._first, self._is_due = run.state.step + self._after, True

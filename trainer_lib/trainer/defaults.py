@@ -35,7 +35,12 @@ from trainer_lib.trainer.trainer_interface import TrainerInterface
 
 
 def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callback]:
-    """Return the given callbacks and the default ones, without those of whose class there is a given one."""
+    """Return the given callbacks and the default ones, without those of whose class there is a given one.
+
+    A dry run, which writes nothing, has no trackers.
+    """
+    if args.dry_run:
+        given = [callback for callback in given if getattr(callback, "tracker_name", None) is None]
     there: list[Callback] = [LearningRateMonitor(), Throughput(fill=args.group_by_length)]
     if args.output_dir is not None:
         there.append(_checkpoint(args, given))

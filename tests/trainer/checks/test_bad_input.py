@@ -19,6 +19,9 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, LossResult, ParallelismConfig, Trainer, TrainingArguments
 from trainer_lib.callbacks.checkpoint import Checkpoint
 from trainer_lib.callbacks.early_stopping import EarlyStopping
+from trainer_lib.callbacks.memory_snapshot import MemorySnapshot
+from trainer_lib.callbacks.profile import Profile
+from trainer_lib.callbacks.trackers import TensorBoardCallback, TrackerCallback
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import (
     ConfigurationError,
@@ -922,6 +925,13 @@ def test_a_dry_run_saves_nothing_whoever_asks(tmp_path: Path) -> None:
     model_trainer = trainer(callbacks=[Checkpoint(every="1 step")], output_dir=str(tmp_path / "runs"), dry_run=True)
     assert model_trainer.fit().state.step == 2
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_leaves_out_what_writes_into_the_folder_of_the_run(tmp_path: Path) -> None:
+    callbacks = [TensorBoardCallback(), TrackerCallback("jsonl"), Profile(after=0, steps=1), MemorySnapshot()]
+    model_trainer = trainer(callbacks=callbacks, output_dir=str(tmp_path / "runs"), dry_run=True)
+    assert model_trainer.fit().state.step == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_stream_is_nothing_to_evaluate_on() -> None:
