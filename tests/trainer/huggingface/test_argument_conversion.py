@@ -436,6 +436,19 @@ def test_without_a_strategy_steps_of_evaluation_say_nothing(caplog: pytest.LogCa
     assert convert(caplog, eval_steps=50) == (TrainingArguments(eval_every="never"), "")
 
 
+@pytest.mark.parametrize("generates", [False, True])
+def test_options_of_generation_do_not_ask_for_it(caplog: pytest.LogCaptureFixture, generates: bool) -> None:
+    class Sequences(transformers.Seq2SeqTrainingArguments):
+        def __post_init__(self) -> None:
+            """Leave them as they are."""
+
+    options: dict[str, Any] = {"generation_max_length": 9, "remove_unused_columns": False}
+    with caplog.at_level(logging.WARNING, LOGGER):
+        ours = TrainingArguments.from_transformers(Sequences(predict_with_generate=generates, **options))
+    assert (ours.predict_with_generate, ours.generation_kwargs) == (generates, {"max_length": 9} if generates else {})
+    assert ("no effect with predict_with_generate=False" in caplog.text) is not generates
+
+
 def test_arguments_of_subclasses_are_told(caplog: pytest.LogCaptureFixture) -> None:
     @dataclasses.dataclass
     class Own(HuggingFace):

@@ -93,6 +93,8 @@ def differing(foreign: Any) -> dict[str, Any]:
         if field.init and field.name not in _SCRIPT_FLAGS and not _is_default(field, values[field.name])
     }
     wanted = changed | {other for name in changed if name in _CONVERSIONS for other in _CONVERSIONS[name][0]}
+    if any(name.startswith("generation_") for name in changed):
+        wanted.add("predict_with_generate")  # without which they have no effect
     return {name: value for name, value in values.items() if name in wanted}
 
 

@@ -390,6 +390,8 @@ def _sharding(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
 
 @_form("generation_max_length", "generation_num_beams", "generation_config")
 def _generation(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+    if not arguments.get("predict_with_generate", True):
+        return "it has no effect with predict_with_generate=False, in either library"
     names = {
         "generation_max_length": "max_length",
         "generation_num_beams": "num_beams",
