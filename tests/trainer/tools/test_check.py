@@ -233,6 +233,14 @@ def test_a_run_that_a_time_ends_takes_no_longer() -> None:
     assert "; about 2 s in total" in str(report)
 
 
+@pytest.mark.parametrize("limit", ["overfit_batches", "limit_eval_batches"])
+def test_evaluations_are_checked_within_the_limit_of_the_run(limit: str) -> None:
+    options: dict[str, Any] = {limit: 3}
+    report = trainer(arguments(**options), eval_dataset=points()).check()
+    assert report.passed, report.failures
+    assert report.counts["evaluations"] == 2
+
+
 def test_a_curve_without_a_known_length_is_empty() -> None:
     assert learning_rates(None, None, None) == []
 

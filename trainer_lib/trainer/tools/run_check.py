@@ -210,8 +210,11 @@ class _Check:
     def _evaluated_twice(self) -> list[dict[str, float]]:
         """Return the metrics of the first batches, computed twice from other states of the generators."""
         trainer, results = self._trainer, list[dict[str, float]]()
-        whole, limit = _eval_batches(trainer), trainer.args.limit_eval_batches
-        trainer.args = dataclasses.replace(trainer.args, limit_eval_batches=min(limit or _EVAL_BATCHES, _EVAL_BATCHES))
+        whole, option = _eval_batches(trainer), "limit_eval_batches"
+        if trainer.args.overfit_batches is not None:  # which limits evaluations too
+            option = "overfit_batches"
+        limit = min(getattr(trainer.args, option) or _EVAL_BATCHES, _EVAL_BATCHES)
+        trainer.args = dataclasses.replace(trainer.args, **{option: limit})
         for seed in _SEEDS:
             set_seed(seed)
             began = time.perf_counter()
