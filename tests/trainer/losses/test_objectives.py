@@ -341,6 +341,17 @@ def test_targets_in_bytes_have_the_weights_of_their_classes(targets: list[int]) 
     torch.testing.assert_close(loss / weight, loss_fn(LOGITS[:, 0], classes.long()), rtol=1e-6, atol=0)
 
 
+def test_no_class_in_bytes_is_taken_for_the_ignored_label() -> None:
+    """As a byte, -100 is 156."""
+    assert count_items({"labels": torch.full((2, 3), 156, dtype=torch.uint8)}) == 6
+    logits, targets = torch.randn(300, 160), torch.arange(300) % 160
+    total = summed(nn.CrossEntropyLoss(weight=torch.arange(160.0)))
+    assert total is not None
+    for each in (targets, targets.to(torch.uint8)):
+        loss, weight = total(logits, each)
+        torch.testing.assert_close(loss / weight, cross_entropy(logits, targets, torch.arange(160.0)))
+
+
 def test_changed_attributes_of_a_loss_module_take_effect() -> None:
     """Changed smoothing or class weights take effect; a reduction other than a mean is refused."""
     loss_fn = nn.CrossEntropyLoss()

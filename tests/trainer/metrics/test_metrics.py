@@ -326,6 +326,21 @@ def test_metrics_leave_out_the_labels_that_the_loss_ignores(loss_fn: Any) -> Non
         assert values["eval_f1_macro"] == pytest.approx(f1_score(labels[valid].numpy(), classes, average="macro"))
 
 
+def test_no_class_in_bytes_is_taken_for_the_ignored_label() -> None:
+    """As a byte, -100 is 156."""
+    labels = torch.tensor([[156, 156, 3], [156, 3, 156]], dtype=torch.uint8)
+    classes = torch.tensor([[156, 3, 3], [156, 3, 3]])
+    chances = torch.nn.functional.one_hot(classes, 160).float()
+    for name in ("accuracy", "f1_macro", "auroc"):
+        values: list[Any] = []
+        for kept in (labels, labels.long()):
+            metric = as_metric(name, name)
+            metric.begin(torch.device("cpu"))
+            metric.update(EvaluationOutput(predictions=chances, labels=kept))
+            values.append(metric.result([metric.state()]))
+        np.testing.assert_equal(values[0], values[1], err_msg=name)
+
+
 def test_a_step_says_which_label_metrics_leave_out() -> None:
     predictions, labels = scores(SAMPLES)
     data = TensorDataset(predictions, labels.where(labels != -100, 255))

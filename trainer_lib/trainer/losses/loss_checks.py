@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
-from trainer_lib.trainer.losses.loss_result import LossResult
+from trainer_lib.trainer.losses.loss_result import LossResult, are_valid
 from trainer_lib.trainer.losses.model_io import as_mapping
 from trainer_lib.trainer.safety.error_context import described, kind
 
@@ -169,7 +169,7 @@ def _check_classes(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
             f"{tuple(targets.shape)}.{hint}"
         )
     classes = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
-    counted = targets[targets != ignored]
+    counted = targets[are_valid(targets, ignored)]
     if not counted.numel():
         return
     low, high = int(counted.min()), int(counted.max())

@@ -97,11 +97,24 @@ def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
     """Return the number of labels that are not ignored: a tensor where only an accelerator knows them."""
     if not labels.is_cpu:
         labels = on_host(labels)
-        if not labels.is_cpu:
-            return torch.count_nonzero(labels != ignored)
+    if labels.dtype is torch.uint8:  # as in are_valid, which would be one more call in each step
+        labels = labels.long()
+    if not labels.is_cpu:
+        return torch.count_nonzero(labels != ignored)
     if labels.ndim == 1 and labels.numel() <= _FEW:  # for a few labels Python is faster than torch
         return float(labels.numel() - labels.tolist().count(ignored))
     return float(torch.count_nonzero(labels != ignored))
+
+
+def are_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Tensor:
+    """Return which labels are not ignored.
+
+    Example:
+        >>> are_valid(torch.tensor([156, 1], dtype=torch.uint8)).tolist()
+        [True, True]
+    """
+    # Bytes are not negative: torch would compare them with 156 instead of -100.
+    return (labels.long() if labels.dtype is torch.uint8 else labels) != ignored
 
 
 def _sum_of(function: nn.Module, outputs: Any, targets: Any) -> Tensor:
@@ -141,7 +154,7 @@ def _targets(settings: Any, outputs: Tensor, targets: Tensor) -> Weight:
     weight = settings.weight
     if weight is None:
         return count_valid(targets, settings.ignore_index)
-    valid = targets != settings.ignore_index
+    valid = are_valid(targets, settings.ignore_index)
     # The valid targets alone would have a size that the host had to wait for.
     classes = targets.where(valid, 0).long()  # an index in bytes is a mask for torch
     return torch.where(valid, weight[classes], 0.0).sum()

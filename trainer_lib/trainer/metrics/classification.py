@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
+from trainer_lib.trainer.losses.loss_result import are_valid
 
 Array = np.ndarray[Any, Any]
 Classes = Callable[[str, Tensor, Tensor], Tensor]  # returns the class with the highest score for each label
@@ -56,7 +57,7 @@ class CountedMetric(Metric):
         """Add a batch."""
         scores, labels = self._tensors(self.name, output)
         classes = self._classes(self.name, scores, labels)
-        valid = labels != output.ignored_label
+        valid = are_valid(labels, output.ignored_label)
         predicted, actual = classes[valid].flatten().long(), labels[valid].flatten().long()
         if scores.ndim > labels.ndim:
             self._num_scores = max(self._num_scores, scores.shape[-1 if scores.shape[:-1] == labels.shape else 1])
@@ -118,7 +119,7 @@ class Auroc(Metric):
                 f"(got predictions of shape {tuple(scores.shape)}, {scores.dtype}, and labels of shape "
                 f"{tuple(labels.shape)})."
             )
-        valid = labels.flatten() != output.ignored_label
+        valid = are_valid(labels.flatten(), output.ignored_label)
         scores = scores[valid].float()
         if scores.shape[1] == 2:  # has the order of the probabilities of class 1, without their rounding
             scores = scores[:, 1:] - scores[:, :1]

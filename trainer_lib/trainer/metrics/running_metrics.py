@@ -13,7 +13,7 @@ from trainer_lib.foundation.errors import ConfigurationError, DistributedOperati
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.batch_rows import count_output_rows, take_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.losses.loss_result import count_valid
+from trainer_lib.trainer.losses.loss_result import are_valid, count_valid
 
 _logger = get_logger(__name__)
 
@@ -278,7 +278,7 @@ def _correct(hits: Tensor, labels: Tensor, ignored: int) -> Measured:
     """Return how many labels that count are hit, and how many count."""
     count = count_valid(labels, ignored)
     if isinstance(count, Tensor) or count < labels.numel():
-        hits = hits & (labels != ignored)
+        hits = hits & are_valid(labels, ignored)
     return hits.sum(), count
 
 
