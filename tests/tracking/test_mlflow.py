@@ -203,6 +203,7 @@ def test_a_server_that_is_killed_and_comes_back(
         time.sleep(0.05)
     server.start()  # on the same port
     server.wait()
+    end = time.monotonic() + 60
     while sorted(set(arrived())) != list(range(50)):
         assert time.monotonic() < end, sorted(set(arrived()))
         time.sleep(0.1)
