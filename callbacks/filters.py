@@ -11,9 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.events import Callback, Modifier, Run
-from trainer_lib.events.callback import EVENTS, overrides
+from trainer_lib.events.callback import EVENTS, UpdatePlan, overrides
 from trainer_lib.events.trigger import Trigger, callback_trigger
+from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
+
+# What a callback declares of itself, which holds behind a filter too.
+_DECLARED = (
+    "exclusive_group",
+    "is_display",
+    "writes_history",
+    "saves_checkpoints",
+    "needs_evaluation",
+    "supports_batch_splitting",
+    "freezes_weights",
+    "saves_memory",
+    "runs_on_all_ranks",
+    "runs_in_sandbox",
+    "changes_weights",
+)
 
 
 class LambdaCallback(Callback):
@@ -121,13 +137,38 @@ class _Filtered(Callback):
     def __init__(self, callback: Callback, triggers: tuple[Trigger, ...]) -> None:
         self.listener, self.triggers = callback, triggers
         self.order, self.key = callback.order, callback.key or type(callback).__name__
-        self.exclusive_group = callback.exclusive_group  # type: ignore[misc]  # per instance here
+        for name in _DECLARED:
+            setattr(self, name, getattr(callback, name))
         self._has_begun = self._is_due = False
         self._loaded: dict[str, float] = {}
         for name, event in EVENTS.items():
             if overrides(callback, name) and not overrides(self, name):
                 handler = getattr(callback, name)
                 setattr(self, name, self._if_due(handler) if event.per_update else handler)
+
+    @property
+    def unfiltered(self) -> Callback:
+        """The callback behind the filter."""
+        return self.listener.unfiltered
+
+    @property
+    def monitored_metric(self) -> str | None:
+        """That of the callback, which hears of all evaluations."""
+        return self.listener.monitored_metric
+
+    @property
+    def save_interval(self) -> Every | None:
+        """That of the callback."""
+        return self.listener.save_interval
+
+    @property
+    def tracker_name(self) -> str | None:
+        """That of the callback."""
+        return self.listener.tracker_name
+
+    def update_plan(self) -> UpdatePlan | None:
+        """Return that of the callback."""
+        return self.listener.update_plan()
 
     def on_fit_begin(self, run: Run) -> None:
         for trigger in self.triggers:

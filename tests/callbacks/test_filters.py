@@ -19,8 +19,10 @@ from tests.trainer.tasks import Recorder, arguments, points, trainer
 from trainer_lib.callbacks import (
     EMA,
     SWA,
+    Checkpoint,
     ClipValue,
     EarlyStopping,
+    Freeze,
     LabelSmoothing,
     LambdaCallback,
     after,
@@ -253,6 +255,21 @@ def test_a_filter_takes_over_its_callback_s_attributes(caplog: pytest.LogCapture
         go_through([every(2, fail), every(3, LambdaCallback(on_step_end=fail))], 6)
     assert "The callback fail() raised in on_step_end at step 2" in caplog.text
     assert "The callback LambdaCallback raised in on_step_end at step 3" in caplog.text
+
+
+def test_what_a_callback_declares_holds_behind_a_filter(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"^EarlyStopping needs evaluations"):
+        trainer(callbacks=[after(2, EarlyStopping("eval_loss"))]).fit()
+    with pytest.raises(ConfigurationError, match=r"^Checkpoint saves checkpoints and needs a folder"):
+        trainer(arguments(), callbacks=[after(2, Checkpoint())]).fit()
+    with pytest.raises(ConfigurationError, match=r"^keep_last=5 has no effect, because callbacks has a Checkpoint"):
+        trainer(arguments(output_dir=tmp_path, keep_last=5), callbacks=[after(2, Checkpoint(keep_last=1))])
+    assert every(2, after(3, Freeze("0.*", until=4))).freezes_weights
+
+    kept = every(2, after(3, Checkpoint(keep_last=1)))
+    result = trainer(arguments(output_dir=tmp_path, save_every=2), callbacks=[kept]).fit()
+    assert result.last_checkpoint is not None
+    assert len(list(result.last_checkpoint.parent.iterdir())) == 1
 
 
 def test_other_objects_than_callbacks_and_functions_are_refused() -> None:

@@ -89,6 +89,11 @@ class Callback:
         return super().__new__(cls)
 
     @property
+    def unfiltered(self) -> "Callback":
+        """The callback itself; of one behind a filter such as `every(…)`, the callback there."""
+        return self
+
+    @property
     def monitored_metric(self) -> str | None:
         """The evaluation metric that the callback reads; `None`: no metric, or the trainer's default."""
         return None

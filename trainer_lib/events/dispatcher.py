@@ -54,7 +54,7 @@ class Dispatcher:
             raise ConfigurationError(f"callbacks has the same {type(callback).__name__} twice. Give it once.")
         for other in self._callbacks if callback.exclusive_group is not None else ():
             if other.exclusive_group == callback.exclusive_group:
-                both = f"{type(other).__name__} and {type(callback).__name__}"
+                both = " and ".join(type(each.unfiltered).__name__ for each in (other, callback))
                 raise ConfigurationError(
                     f"callbacks has {both}, and only one can {callback.exclusive_group}. Leave one out."
                 )

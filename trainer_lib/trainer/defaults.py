@@ -53,14 +53,16 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
     elif not any(isinstance(callback, Callback) and callback.is_display for callback in given):
         # A notebook's charts show what the lines say. What is no callback is refused later.
         there.append(Printer())
-    without_given = [callback for callback in there if not any(isinstance(other, type(callback)) for other in given)]
+    known = [getattr(other, "unfiltered", other) for other in given]
+    without_given = [callback for callback in there if not any(isinstance(other, type(callback)) for other in known)]
     return [*without_given, *given]
 
 
 def _checkpoint(args: TrainingArguments, given: Sequence[Callback]) -> Checkpoint:
     """Return the default callback that saves and deletes checkpoints; raise if a given one overrules an argument."""
     default = Checkpoint(keep_last=args.keep_last, keep_best=args.keep_best, keep_every=args.keep_every)
-    for checkpoint in (callback for callback in given if isinstance(callback, type(default))):
+    unfiltered = [getattr(callback, "unfiltered", callback) for callback in given]
+    for checkpoint in (callback for callback in unfiltered if isinstance(callback, type(default))):
         for name in ("keep_last", "keep_best", "keep_every"):
             value, own = getattr(default, name), getattr(checkpoint, name)
             if value not in (own, getattr(Checkpoint(), name)):

@@ -288,7 +288,7 @@ def _check_optimizer(trainer: TrainerInterface) -> None:
 
 def _check_folder(trainer: TrainerInterface) -> None:
     args = trainer.args
-    savers = [type(callback).__name__ for callback in trainer.events if callback.saves_checkpoints]
+    savers = [type(callback.unfiltered).__name__ for callback in trainer.events if callback.saves_checkpoints]
     if args.output_dir is None and not args.dry_run and savers:
         raise ConfigurationError(
             f"{savers[0]} saves checkpoints and needs a folder for them. Give TrainingArguments(output_dir=…)."
@@ -362,14 +362,14 @@ def _asks_for_evaluations(trainer: TrainerInterface) -> str | None:
         f"metric_for_best={args.metric_for_best!r}": args.metric_for_best is not None,
         'lr_scheduler="plateau"': args.lr_scheduler == "plateau" and is_ours,
     }
-    callbacks = [(type(callback).__name__, callback.needs_evaluation) for callback in trainer.events]
+    callbacks = [(type(callback.unfiltered).__name__, callback.needs_evaluation) for callback in trainer.events]
     return next((option for option, is_asked in [*options.items(), *callbacks] if is_asked), None)
 
 
 def _check_best(trainer: TrainerInterface) -> None:
     """Check the metric names that arguments and callbacks refer to, as far as the names are known before training."""
     monitored = [
-        (metric, f"{type(callback).__name__}(metric={metric!r})", callback.needs_evaluation)
+        (metric, f"{type(callback.unfiltered).__name__}(metric={metric!r})", callback.needs_evaluation)
         for callback in trainer.events
         if (metric := callback.monitored_metric) is not None
     ]
