@@ -200,6 +200,18 @@ def test_a_run_resumes_from_the_path_of_its_folder_or_of_a_checkpoint(tmp_path: 
     assert run(tmp_path / "other", {}, points(), resume=str(folder / "checkpoints" / "checkpoint-00000014")) == whole
 
 
+def test_a_run_resumes_from_checkpoints_on_another_disk(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", {}, points())
+    run(tmp_path / "runs", {}, points(), dies_at=7)
+    (folder,) = (tmp_path / "runs").iterdir()
+    elsewhere = (folder / "checkpoints").rename(tmp_path / "large")
+    (folder / "checkpoints").symlink_to(elsewhere)
+    newest = max((folder / "checkpoints").glob("checkpoint-*"))
+    assert run(tmp_path / "runs", {}, points(), resume=str(newest)) == whole
+    assert list((tmp_path / "runs").iterdir()) == [folder]
+    assert len(list(elsewhere.iterdir())) > 1
+
+
 class ChangesFolder(Callback):
     """Changes the program's current directory while it trains."""
 

@@ -37,7 +37,7 @@ def checkpoint_at(path: str | AnyPath, argument: str = "resume") -> AnyPath:
     """
     from trainer_lib.checkpointing.third_party.third_party import ACCELERATE, library_of
 
-    folder = path_at(path).resolve()
+    folder = _resolved(path)
     library = library_of(folder)
     if library == ACCELERATE:
         raise ConfigurationError(
@@ -62,6 +62,14 @@ def checkpoint_at(path: str | AnyPath, argument: str = "resume") -> AnyPath:
             f"{did_you_mean(path, ('auto', 'extend', 'never')) if argument == 'resume' else ''}"
         )
     return newest
+
+
+def _resolved(path: str | AnyPath) -> AnyPath:
+    """Return a path without links, but for one from the folder of a run to its checkpoints, as on a larger disk."""
+    folder = path_at(path)
+    if not isinstance(folder, Path) or folder.is_symlink() or folder.absolute().parent.name != CHECKPOINTS:
+        return folder.resolve()
+    return folder.absolute().parent.parent.resolve() / CHECKPOINTS / folder.name
 
 
 def newest_of_transformers(folder: AnyPath) -> AnyPath | None:
@@ -161,7 +169,7 @@ def _verified_damage(checkpoint: AnyPath, resume: str, group: ProcessGroup) -> s
     try:
         open_verified(checkpoint, group, "fit", group.rank, group.size, is_loaded_next=True)
     except DamagedError as error:
-        if checkpoint == path_at(resume).resolve():
+        if checkpoint == _resolved(resume):
             raise
         renamed = set_aside(checkpoint, group, "fit", leads=group.rank == 0)
         return f"{error} It is now called {renamed.name}."
