@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
-from trainer_lib.foundation.tensors.batch_fields import as_mapping, split
+from trainer_lib.foundation.tensors.batch_fields import are_valid, as_mapping, split
 
 _OTHER_LOSSES = ("multi_label_classification", "regression")  # as `problem_type` of a model's config
 
@@ -65,7 +65,7 @@ class LabelSmoothing(Modifier):
         logits, targets = self._logits_and_targets(run)
         spread = -F.log_softmax(logits.float(), dim=1).mean(dim=1)
         if not targets.is_floating_point():  # class probabilities have no ignored targets
-            spread = torch.where(targets == self._ignored, 0.0, spread)
+            spread = torch.where(are_valid(targets, self._ignored), spread, 0.0)
         assert run.loss_sum is not None
         run.loss_sum = torch.lerp(run.loss_sum, spread.sum().to(run.loss_sum.dtype), self.share)
 

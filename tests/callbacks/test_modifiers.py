@@ -338,6 +338,20 @@ def test_models_with_their_own_loss_are_smoothed() -> None:
     assert losses[-1] == pytest.approx(plain.item(), rel=1e-5)  # evaluations compare with those of other runs
 
 
+def test_no_label_of_bytes_counts_as_ignored() -> None:
+    def losses_of(kind: torch.dtype) -> list[float]:
+        batch = {"logits": torch.arange(2.0 * 157).reshape(2, 157), "labels": torch.tensor([156, 3], dtype=kind)}
+        run = Run(batch=batch, outputs=batch, trainer=SimpleNamespace(loss_fn=cross_entropy), args=None)
+        run.accelerator = SimpleNamespace(sequence_split=SimpleNamespace(ranks=None))  # type: ignore[assignment]
+        run.loss_sum = torch.zeros(())
+        smoothing = LabelSmoothing(0.5)
+        smoothing.on_fit_begin(run)
+        smoothing.on_loss(run)
+        return run.loss_sum.tolist()
+
+    assert losses_of(torch.uint8) == losses_of(torch.int64)
+
+
 def test_sequences_grow() -> None:
     data = sentences(ignored=False)
     lengths: list[int] = []

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -101,3 +102,14 @@ def replaced(batch: Any, values: Mapping[str, Any]) -> Any:
 
 def _targets_in(named: Mapping[str, Any], names: Sequence[str]) -> Any:
     return named[names[0]] if len(names) == 1 else {name: named[name] for name in names}
+
+
+def are_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Tensor:
+    """Return which labels are not ignored.
+
+    Example:
+        >>> are_valid(torch.tensor([156, 1], dtype=torch.uint8)).tolist()
+        [True, True]
+    """
+    # Bytes are not negative: torch would compare them with 156 instead of -100.
+    return (labels.long() if labels.dtype is torch.uint8 else labels) != ignored

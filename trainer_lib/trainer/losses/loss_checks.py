@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
-from trainer_lib.trainer.losses.loss_result import LossResult, are_valid
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, are_valid
+from trainer_lib.trainer.losses.loss_result import LossResult
 from trainer_lib.trainer.losses.model_io import as_mapping
 from trainer_lib.trainer.safety.error_context import described, kind
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import ConfigurationError
-from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
+from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX, are_valid
 
 Weight = float | Tensor
 _FEW = 256
@@ -104,17 +104,6 @@ def count_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Weight:
     if labels.ndim == 1 and labels.numel() <= _FEW:  # for a few labels Python is faster than torch
         return float(labels.numel() - labels.tolist().count(ignored))
     return float(torch.count_nonzero(labels != ignored))
-
-
-def are_valid(labels: Tensor, ignored: int = IGNORE_INDEX) -> Tensor:
-    """Return which labels are not ignored.
-
-    Example:
-        >>> are_valid(torch.tensor([156, 1], dtype=torch.uint8)).tolist()
-        [True, True]
-    """
-    # Bytes are not negative: torch would compare them with 156 instead of -100.
-    return (labels.long() if labels.dtype is torch.uint8 else labels) != ignored
 
 
 def _sum_of(function: nn.Module, outputs: Any, targets: Any) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import are_valid
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.losses.loss_result import are_valid
 
 Array = np.ndarray[Any, Any]
 Classes = Callable[[str, Tensor, Tensor], Tensor]  # returns the class with the highest score for each label

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from trainer_lib.foundation.device_types import sum_dtype
 from trainer_lib.foundation.errors import ConfigurationError, DistributedOperationException, unknown
+from trainer_lib.foundation.tensors.batch_fields import are_valid
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.data.batch_rows import count_output_rows, take_rows
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric
-from trainer_lib.trainer.losses.loss_result import are_valid, count_valid
+from trainer_lib.trainer.losses.loss_result import count_valid
 
 _logger = get_logger(__name__)
 
