@@ -252,7 +252,9 @@ class AcceleratedOptimizer(Optimizer):
         result = closure()
         if were_final and self.window.backwards == before:
             self._gradients_are_final = True
-        self.finalize_gradients()  # unless the closure has clipped them
+        if not self._gradients_are_final:  # the closure has not clipped them
+            self._gradients_are_final = True
+            self._apply_factor()
         return result
 
     def _apply_factor(self) -> None:
