@@ -562,7 +562,7 @@ class TrainingArguments(ArgumentsBase):
 
         A dry run trains one epoch of two batches, evaluates on two, logs each step and writes nothing: `output_dir`
         and what depends on it are unset. The schedule stays that of the whole run if `schedule_steps` or `max_steps`
-        gives its length; if not, a warm-up in steps is dropped.
+        gives its length; if not, a warm-up and a decay in steps are dropped.
 
         Example:
             >>> args = TrainingArguments(dry_run=True, max_steps=1000, output_dir="runs").effective()
