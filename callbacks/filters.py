@@ -16,20 +16,9 @@ from trainer_lib.events.trigger import Trigger, callback_trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
 
+_OWN = ("__signature__", "order", "key", "may_change_training", "reads_outputs")  # a filter has its own
 # What a callback declares of itself, which holds behind a filter too.
-_DECLARED = (
-    "exclusive_group",
-    "is_display",
-    "writes_history",
-    "saves_checkpoints",
-    "needs_evaluation",
-    "supports_batch_splitting",
-    "freezes_weights",
-    "saves_memory",
-    "runs_on_all_ranks",
-    "runs_in_sandbox",
-    "changes_weights",
-)
+_DECLARED = [name for name in Callback.__annotations__ if name not in _OWN]
 
 
 class LambdaCallback(Callback):
