@@ -194,12 +194,20 @@ class Trainer(ToolMethods, PublishMethods):
         )
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: str | AnyPath, model: nn.Module, **options: Any) -> Self:
+    def from_checkpoint(
+        cls,
+        checkpoint: str | AnyPath,
+        model: nn.Module,
+        *,
+        arguments_class: type[TrainingArguments] = TrainingArguments,
+        **options: Any,
+    ) -> Self:
         """Return a trainer with the arguments and weights of a checkpoint; its `fit` resumes from there.
 
         Args:
             checkpoint: The folder of a checkpoint, or of a run, for its newest checkpoint.
             model: A model of the same architecture.
+            arguments_class: The class of the run's arguments, if you derived one from `TrainingArguments`.
             **options: Other arguments of the trainer: `loss_fn`, datasets, metrics, callbacks.
         """
         from trainer_lib.trainer.checkpoints.find_resume_point import checkpoint_at
@@ -207,7 +215,7 @@ class Trainer(ToolMethods, PublishMethods):
 
         folder = checkpoint_at(checkpoint, "checkpoint")
         # A deadline given as a date was that of the job that saved the checkpoint.
-        saved = read_arguments(folder)
+        saved = read_arguments(folder, arguments_class)
         deadline = AUTO if saved.deadline == AUTO else None
         args = dataclasses.replace(saved, resume=str(folder), deadline=deadline)
         if not isinstance(at_construction.checked_model(model), nn.Module):

@@ -261,3 +261,13 @@ def test_ranks_may_differ_only_in_arguments_that_say_so(tmp_path: Path) -> None:
             small(tmp_path, loss=("kl", "mse")[rank], max_steps=1).fit()
 
     run_world(body, num_processes=2)
+
+
+def test_a_trainer_from_a_checkpoint_takes_the_class_of_its_arguments(tmp_path: Path) -> None:
+    result = small(tmp_path, temperature=3.0).fit()
+    assert result.last_checkpoint is not None
+    with pytest.raises(ConfigurationError, match=r"does not declare: cache, .*temperature.*arguments_class="):
+        Trainer.from_checkpoint(result.last_checkpoint, network())
+    restored = Trainer.from_checkpoint(result.last_checkpoint, network(), arguments_class=Distillation)
+    assert isinstance(restored.args, Distillation)
+    assert restored.args.temperature == 3.0

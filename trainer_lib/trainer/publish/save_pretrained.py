@@ -1,12 +1,13 @@
 """Saving a model in the form that `from_pretrained` reads, with its tokenizer or processor."""
 
+import dataclasses
 import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.filesystem.remote_paths import AnyPath, RemotePath
-from trainer_lib.foundation.errors import CheckpointError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.trainer_interface import TrainerInterface
 
@@ -55,11 +56,12 @@ def write_companion_files(trainer: TrainerInterface, folder: Path) -> None:
             companion.save_pretrained(folder)
 
 
-def read_arguments(checkpoint: AnyPath) -> TrainingArguments:
+def read_arguments(checkpoint: AnyPath, arguments_class: type[TrainingArguments]) -> TrainingArguments:
     """Return the arguments of the run that wrote a checkpoint.
 
     Raises:
         CheckpointError: If the checkpoint does not hold them.
+        ConfigurationError: If they are not those of the class.
     """
     file = checkpoint / ARGUMENTS_FILE
     if not file.is_file():
@@ -67,4 +69,13 @@ def read_arguments(checkpoint: AnyPath) -> TrainingArguments:
             f"{checkpoint} has no {ARGUMENTS_FILE}, so it is not a checkpoint of a Trainer. Give the arguments: "
             f"Trainer(model, args).fit(resume={str(checkpoint)!r})."
         )
-    return TrainingArguments.from_file(file)
+    from trainer_lib.trainer.arguments import yaml_json
+
+    saved, _ = yaml_json.read_values(file)
+    unknown = saved.keys() - {field.name for field in dataclasses.fields(arguments_class)}
+    if unknown:
+        raise ConfigurationError(
+            f"{file} has arguments that {arguments_class.__name__} does not declare: {', '.join(sorted(unknown))}. "
+            "Give the class that the run used: from_checkpoint(…, arguments_class=…)."
+        )
+    return arguments_class.from_file(file)
