@@ -148,8 +148,8 @@ class StageGates(ModelStages):
             raise PreparationError(
                 f"{name} ({kind}) is called on stage {self.stage}, and runs on stage {self.cut.stage_of(name)}: the "
                 "model cannot be cut there. A pipeline needs blocks that run in a row, each once, in the order in "
-                "which the model holds them, after the modules that it holds before them. Name all that run in a row, in "
-                "that order (blocks=[…] of TorchPipelineParallelConfig), or cut the model by tracing (example_inputs=)."
+                "which the model holds them, after the modules that it holds before them. Name all that run in a row, "
+                "in that order (blocks=[…] of TorchPipelineParallelConfig), or cut it by tracing (example_inputs=)."
             )
         self._reached = position
         return self.received[0]
