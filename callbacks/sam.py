@@ -100,13 +100,15 @@ class SAM(Modifier):
         """Compute the gradients of the whole update again; the ranks reduce them with the last batch."""
         models = [run.model] if isinstance(run.model, nn.Module) else list(run.model.values())
         divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
-        for number, (batch, weight) in enumerate(batches, start=1):
-            with ExitStack() as local:
-                if number < len(batches):
+        # With cp_size or sp_size a rank computes its part of each sequence.
+        parts, around = run.trainer.parts.batches.of_window(run.model, [batch for batch, _ in batches])
+        for number, (batch, weight) in enumerate(batches):
+            with around(number), ExitStack() as local:
+                if number < len(batches) - 1:
                     for model in models:
                         local.enter_context(run.accelerator.strategy.no_sync(model))
                 if not weight:  # it may be NaN, and 0 times NaN is NaN
                     local.enter_context(no_gradients_of(run.trained_parameters))
                 run.batch = batch
-                result = run.trainer.parts.loss.of(run.model, batch)
+                result = run.trainer.parts.loss.of(run.model, parts[number])
                 (result.loss * weight / divisor).backward()

@@ -36,6 +36,7 @@ from trainer_lib import (
     UnsupportedError,
 )
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.options.parallel.pipeline_options import SPLIT_BACKWARD
 from trainer_lib.state import AcceleratorState, PartialState
 from trainer_lib.strategies.pipeline_parallel.stage_gates import Cut, StageGates
@@ -314,6 +315,29 @@ def test_a_module_held_before_the_blocks_that_runs_after_them_is_refused() -> No
     with pytest.raises(PreparationError, match=r"norm \(LayerNorm\) is called on stage 1, and runs on stage 0"):
         _last_of_two_stages(False)
     _last_of_two_stages(False, ["blocks.0", "blocks.1", "norm"])  # as the error advises
+
+
+class _Repeats(nn.Module):
+    """Calls each block, or the whole row, twice."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.blocks, self.each = nn.ModuleList([nn.Linear(2, 2) for _ in range(2)]), each
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second = self.blocks
+        for block in (first, first, second, second) if self.each else (first, second, first, second):
+            inputs = block(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_block_at_the_end_of_a_stage_that_is_called_twice_is_refused(each: bool) -> None:
+    def run() -> Any:
+        return _accelerator().prepare(_Repeats(each))(torch.ones(1, 2))
+
+    with pytest.raises(ProcessFailedError, match=r"blocks\.0 \(Linear\) is called on stage 1, .* in a row, each once"):
+        run_world(run, timeout=60)
 
 
 def test_what_a_model_reads_of_a_module_of_another_stage_is_named() -> None:

@@ -98,7 +98,10 @@ class WeightedBackward:
         losses = self._strategy.run_window(model, scaled, [_shapes(batch) for batch in batches], around)
         share.local = sum((loss.weight for loss in losses), start=share.local)
         if window.state.sync_gradients and not window.is_local:
-            values: list[Any] = [share.local] if window.message is None else [share.local, *window.message.to_floats()]
+            values: list[Any] = [share.local]
+            if window.message is not None:
+                window.message.note_loss(sum(loss.loss for loss in losses))
+                values += window.message.to_floats()
             self._strategy.send_with_gradients(values)
             self._receive(share)
         return losses

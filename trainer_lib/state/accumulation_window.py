@@ -50,6 +50,10 @@ def sum_from_mean(mean: Tensor, weight: Weight) -> Tensor:
 class Message(Protocol):
     """What else ranks tell each other with the weights of an update."""
 
+    def note_loss(self, loss: Weight) -> None:
+        """Take the loss of a window that a pipeline has computed at once."""
+        ...
+
     def to_floats(self) -> Sequence[Weight]:
         """Return the message as numbers, as many on all ranks."""
         ...

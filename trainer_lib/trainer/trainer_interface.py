@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.data.worker_count import WorkerCount
     from trainer_lib.trainer.evaluation.eval_loop import Evaluator
     from trainer_lib.trainer.losses.batch_loss import BatchLoss
+    from trainer_lib.trainer.losses.batch_parts import BatchParts
     from trainer_lib.trainer.losses.label_shift import LabelShift
     from trainer_lib.trainer.safety.nonfinite_guard import NonFiniteGuard
 
@@ -42,6 +43,7 @@ class TrainerParts:
         default_callbacks: The callbacks that were made from arguments.
         owns_accelerator: Whether the accelerator was made from the arguments.
         models: The prepared models.
+        batches: What a rank computes of each training batch; since the first fit began.
         guard: The guard of the current run; `None` unless it reads losses.
         run_folder: The folder of the last run; `None` without one.
         worker_counts: The worker processes that `num_workers="auto"` chose in the last call, by the identity of the
@@ -59,6 +61,7 @@ class TrainerParts:
     default_callbacks: Sequence[Callback]
     owns_accelerator: bool
     models: PreparedModels = field(default_factory=PreparedModels)
+    batches: "BatchParts" = field(init=False)
     guard: "NonFiniteGuard | None" = None
     run_folder: AnyPath | None = None
     worker_counts: "dict[tuple[int, int], WorkerCount]" = field(default_factory=dict[Any, Any])

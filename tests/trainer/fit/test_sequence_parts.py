@@ -1,6 +1,7 @@
 """Training on parts of sequences (cp_size, sp_size) against training on whole ones."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tests.trainer.fit.meshes import OF_SEQUENCES
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
-from trainer_lib.callbacks import LabelSmoothing
+from trainer_lib.callbacks import SAM, LabelSmoothing
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
@@ -110,8 +111,9 @@ def trained(parts: dict[str, Any], parallelism: ParallelismConfig | None, **opti
         "progress_bar": False,
         "seed": 3,
     }
+    callbacks: list[Callback] = [make() for make in options.pop("callbacks", ())]
     args = TrainingArguments(**{**defaults, **options}, parallelism=parallelism)
-    Trainer(args=args, callbacks=[losses], **parts).fit()
+    Trainer(args=args, callbacks=[losses, *callbacks], **parts).fit()
     return losses.logs
 
 
@@ -140,6 +142,10 @@ def test_a_model_of_transformers_trains_on_parts_as_on_whole_sequences() -> None
 
 def test_a_plain_model_trains_on_parts_as_on_whole_sequences() -> None:
     check(plain, 2, {"cp_size": 2, "cp_handler": ring()}, max_steps=3)
+
+
+def test_sam_climbs_and_descends_on_parts_as_on_whole_sequences() -> None:
+    check(plain, 2, {"cp_size": 2}, max_steps=3, callbacks=[partial(SAM, 0.5)])
 
 
 def test_a_plain_model_trains_on_parts_of_sequences_and_of_matrices() -> None:

@@ -14,7 +14,7 @@ from tests.trainer.checkpoints.test_resume import Dies
 from tests.trainer.fit.test_sharded_runs import plugin
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import ConfigurationError, NonFiniteError, Trainer
+from trainer_lib import ConfigurationError, NonFiniteError, ParallelismConfig, Trainer
 from trainer_lib.callbacks import ClipValue
 from trainer_lib.events import Callback, Run
 from trainer_lib.trainer.safety.nonfinite_guard import one_if_not_finite
@@ -331,6 +331,32 @@ def test_spikes_are_those_of_all_processes_together() -> None:
     assert (skipped, losses) == (other, others)
     assert skipped == 1
     assert losses == pytest.approx(alone(), abs=2e-4)
+
+
+def test_spikes_are_those_of_the_windows_of_a_pipeline() -> None:
+    def marked(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets % 2) + 1e3 * (targets == 2).float().mean()
+
+    def train(parallelism: ParallelismConfig | None) -> tuple[int, list[float]]:
+        x, y = points()
+        y[39] = 2
+        model_trainer = prepared(
+            model=network(),
+            loss_fn=marked,
+            points=(x, y),
+            num_train_epochs=3,
+            loss_spike=20,
+            on_nonfinite="skip",
+            gradient_accumulation_steps=2,
+            parallelism=parallelism,
+        )
+        model_trainer.fit()
+        return model_trainer.state.skipped, losses_of(model_trainer)
+
+    ((skipped, losses),) = run_world(train, (None,), 1)
+    assert skipped
+    for actual in run_world(train, (ParallelismConfig(pp_size=2),), 2, timeout=60):
+        assert actual == (skipped, pytest.approx(losses, abs=2e-4))
 
 
 @pytest.mark.fault("a NaN gradient in shards on two ranks")

@@ -1,8 +1,9 @@
 """`DDP`: each rank holds the whole model, and gradients are averaged over the ranks."""
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -63,6 +64,9 @@ class DDP(Strategy):
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             wrapped = DistributedDataParallel(model, device_ids=device_ids, **arguments)
         self._wrapped.add(wrapped)
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        if frozen:
+            wrapped.register_forward_pre_hook(partial(_check_frozen, frozen))
         hook = new_hook(self.options)
         if hook is averaged:
             self._without_hook.append(wrapped)
@@ -346,6 +350,22 @@ def unused_parameters_error(model: DistributedDataParallel, rank: int) -> Config
         "(layerdrop), give TrainingArguments(ddp=DistributedDataParallelKwargs(find_unused_parameters=True)), or the "
         "handler to Accelerator(kwargs_handlers=[…])."
     )
+
+
+def _check_frozen(frozen: Mapping[str, nn.Parameter], model: DistributedDataParallel, inputs: Any) -> None:
+    """Raise if parameters train that were frozen when the model was wrapped; DDP would not reduce their gradients."""
+    del inputs
+    if not (model.require_backward_grad_sync and torch.is_grad_enabled()):
+        return
+    trained = [name for name, parameter in frozen.items() if parameter.requires_grad]
+    if trained:
+        raise UnsupportedError(
+            f"{trained[0]} was frozen when {type(model.module).__name__} was prepared, and is trained now"
+            f"{f' (and {len(trained) - 1} more)' if len(trained) > 1 else ''}. DDP does not average its gradients, so "
+            "the ranks would train different models. Freeze it after prepare instead, with "
+            "DistributedDataParallelKwargs(find_unused_parameters=True); with a Trainer use Freeze, GradualUnfreezing "
+            "or a callback of your own with freezes_weights = True."
+        )
 
 
 def _check_can_join(model: Joinable, leaves_gradients: bool) -> None:

@@ -8,6 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from trainer_lib.foundation.tensors.pytree import tensors
 from trainer_lib.process_group import ProcessGroup
@@ -25,14 +26,14 @@ class ReplicatedParameters:
 
     def __init__(self, parameters: Iterable[Tensor], group: ProcessGroup) -> None:
         self.synchronizes = True
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._parameters = trained if group.size > 1 else []
+        self._parameters = [p for p in parameters if _may_train(p)] if group.size > 1 else []
+        self._trained: set[Tensor] = set()  # now, or at an earlier average
         self._group = group
         self._is_due = False
         # torch keeps a parameter's hooks where the garbage collector does not look, so that a hook that refers to the
         # parameter would keep it in memory until the process ends.
         queue = WeakMethod(self._queue_average)
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, queue)) for p in self._parameters]
+        self._hooks = [_hooked(parameter, partial(_call, queue)) for parameter in self._parameters]
 
     def release(self) -> None:
         """Remove the hooks from the weights."""
@@ -56,16 +57,16 @@ class ReplicatedParameters:
     def average(self) -> None:
         """Average the gradients now; what is averaged already stays as it is."""
         self._is_due = False
-        sparse = [
-            parameter for parameter in self._parameters if parameter.grad is not None and parameter.grad.is_sparse
-        ]
+        self._trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
+        trained = [parameter for parameter in self._parameters if parameter in self._trained]
+        sparse = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.is_sparse]
         for parameter in sparse:  # ranks have gradients of other rows
             parameter.grad = None if parameter.grad is None else parameter.grad.to_dense()
         # A weight that this rank did not use counts with zeros: other ranks may have used it.
-        unused = {number: parameter for number, parameter in enumerate(self._parameters) if parameter.grad is None}
+        unused = {number: parameter for number, parameter in enumerate(trained) if parameter.grad is None}
         for parameter in unused.values():
             parameter.grad = torch.zeros_like(parameter)
-        values = local_values([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        values = local_values([parameter.grad for parameter in trained if parameter.grad is not None])
         if not values:
             return
         users = torch.ones(len(values), dtype=values[0].dtype, device=values[0].device)
@@ -77,6 +78,18 @@ class ReplicatedParameters:
                 parameter.grad = None
         for parameter in sparse:
             parameter.grad = None if parameter.grad is None else parameter.grad.to_sparse(1)
+
+
+def _may_train(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _hooked(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook for gradients; a frozen parameter takes none, and may be trained later."""
+    is_trained = parameter.requires_grad
+    handle = parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    return handle
 
 
 def _call(queue: "WeakMethod[Callable[[Tensor], None]]", tensor: Tensor) -> None:

@@ -109,8 +109,7 @@ class PipelineParallel(FSDP):
         super().distribute(model, evaluation_mode)
         pipeline, sharded, held = self._pipelines[-1], self._models[-1], set(bare.parameters())
         self._elsewhere.update({p: True for p in before if p not in held and p not in self._replacements})
-        trained = {name: p for name, p in pipeline.whole.named(bare).items() if p.requires_grad}
-        shared = SharedWeights(trained, self._exchange)
+        shared = SharedWeights(pipeline.whole.named(bare), self._exchange)
         self._counted_elsewhere |= shared.counted_elsewhere
         pipeline.gates.install(bare, self._stages)
         around = _Backward(sharded, shared)

@@ -14,7 +14,7 @@ class SharedWeights:
     """The weights of a rank that other ranks of its pipeline hold too, such as a tied embedding and head.
 
     Args:
-        named: The trained weights of this rank, by the names they have in the whole model.
+        named: The weights of this rank, by the names they have in the whole model.
         exchange: The messages between the ranks. All ranks have to call.
     """
 
@@ -27,6 +27,7 @@ class SharedWeights:
             if len(holders) > 1 and exchange.rank in holders:
                 self._holders[name] = holders
         self._weights = {name: named[name] for name in self._holders}
+        self._trained = {name for name, weight in self._weights.items() if weight.requires_grad}
 
     @property
     def counted_elsewhere(self) -> set[Tensor]:
@@ -35,11 +36,12 @@ class SharedWeights:
 
     def around_backward(self, backward: Callable[[], None]) -> None:
         """Compute gradients, and sum those of shared weights over the ranks, without what they held before."""
-        before = {name: weight.grad for name, weight in self._weights.items()}
-        for weight in self._weights.values():
+        weights = {name: weight for name, weight in self._weights.items() if self._is_trained(name, weight)}
+        before = {name: weight.grad for name, weight in weights.items()}
+        for weight in weights.values():
             weight.grad = None
         backward()
-        for name, weight in self._weights.items():
+        for name, weight in weights.items():
             gradient = torch.zeros_like(weight) if weight.grad is None else laid_out(weight.grad, weight)
             (values,), earlier = local_values([gradient]), before[name]
             values.copy_(self._summed(name, values))
@@ -47,6 +49,14 @@ class SharedWeights:
                 weight.grad = earlier
             else:
                 weight.grad = gradient if earlier is None else earlier.add_(gradient)
+
+    def _is_trained(self, name: str, weight: Tensor) -> bool:
+        """Whether a weight is trained, or was: one that was frozen when prepared may be trained later."""
+        if name not in self._trained:
+            is_trained = torch.full((), float(weight.requires_grad), device=weight.device)
+            if self._summed(name, is_trained):
+                self._trained.add(name)
+        return name in self._trained
 
     def _summed(self, name: str, gradient: Tensor) -> Tensor:
         first, *others = self._holders[name]

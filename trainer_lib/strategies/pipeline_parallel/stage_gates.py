@@ -141,12 +141,15 @@ class StageGates(ModelStages):
                 "ranks, not the one inside; generate() does not work with pp_size above 1."
             )
         position = self.cut.position(name)
-        if not self.received or position >= self.cut.bounds[self.stage + 1] or position < self._reached:
+        is_early = bool(self.received) and position < self.cut.bounds[self.stage + 1]
+        # The first call of a block that ends a stage has ended it, without the calls that follow.
+        is_repeated = 0 <= position == self._reached and position + 1 in self.cut.bounds
+        if not is_early or position < self._reached or is_repeated:
             raise PreparationError(
                 f"{name} ({kind}) is called on stage {self.stage}, and runs on stage {self.cut.stage_of(name)}: the "
-                "model cannot be cut there. A pipeline needs blocks that run in a row, in the order in which the model "
-                "holds them, after the modules that it holds before them. Name all that run in a row, in that order "
-                "(blocks=[…] of TorchPipelineParallelConfig), or cut the model by tracing (example_inputs=)."
+                "model cannot be cut there. A pipeline needs blocks that run in a row, each once, in the order in "
+                "which the model holds them, after the modules that it holds before them. Name all that run in a row, "
+                "in that order (blocks=[…] of TorchPipelineParallelConfig), or cut it by tracing (example_inputs=)."
             )
         self._reached = position
         return self.received[0]

@@ -83,7 +83,7 @@ class FitSession:
         self.rounds: LocalSGD = local_rounds(context)
         self.guard: NonFiniteGuard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
         self._bad_samples = BadSamples(context)
-        self._parts = batch_parts(trainer)
+        self._parts = trainer.parts.batches = batch_parts(trainer)
         self._training_step = self._parts.training_step
         self.micro_batching: MicroBatching = MicroBatching(context, self.guard, self._training_step)
         self.log: TrainLog = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)

@@ -33,6 +33,11 @@ class StepMessage:
     window_loss: Number | None = None
     received: "StepMessage | None" = None
 
+    def note_loss(self, loss: Number) -> None:
+        """Take the loss of the window on this rank, if loss spikes are watched."""
+        if self.window_loss is not None:
+            self.window_loss = loss
+
     def to_floats(self) -> list[Number]:
         """Return the message as numbers, whose means the ranks compute."""
         losses = [] if self.window_loss is None else [self.window_loss]

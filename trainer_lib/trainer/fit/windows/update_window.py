@@ -59,7 +59,8 @@ class UpdateWindow:
         if self._window.is_local:
             return
         requests, at_end = self._run.control.to_floats(), float(self._loader.end_of_dataloader)
-        self._message = self._window.message = StepMessage(requests, at_end, self._counts.pending)
+        loss = None if self._run.args.loss_spike is None else 0.0
+        self._message = self._window.message = StepMessage(requests, at_end, self._counts.pending, loss)
 
     def read_message(self) -> None:
         """Read what all ranks told with the gradients of this update.
