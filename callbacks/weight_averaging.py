@@ -12,6 +12,7 @@ from trainer_lib.events import Modifier, Run
 from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.errors import StateError, UnsupportedError
 from trainer_lib.foundation.tensors.local_shards import local_shard, with_part
+from trainer_lib.modules.weights.tensor_slots import buffer_slots
 from trainer_lib.process_group import LoneProcess
 from trainer_lib.strategies import Strategy
 from trainer_lib.strategies.single_device import SingleDevice
@@ -41,6 +42,7 @@ class WeightAverage(Modifier):
         self._strategy: Strategy = SingleDevice(LoneProcess(), torch.device("cpu"))  # until a fit begins
         self._weights: list[Any] = []
         self._averages: list[Any] = []
+        self._places: list[tuple[dict[str, Any], str]] = []  # of the buffers, which are the last of the weights
         self._loaded: Mapping[str, Any] | None = None
         self._is_in_use = self._has_stepped = self._has_moved = False
 
@@ -66,13 +68,14 @@ class WeightAverage(Modifier):
                 f"{type(self).__name__} averages weights of the model, and the optimizers train none of them: the ZeRO "
                 "stages 1 to 3 of DeepSpeed train shards of their own. Leave it out, or shard with FSDP (fsdp=True)."
             )
-        tensors = {**trained, **(_buffers(run) if self._has_buffers else {})}
+        places = _buffers(run) if self._has_buffers else {}
+        tensors = {**trained, **{name: slots[last] for name, (slots, last) in places.items()}}
         # The parameters themselves: FSDP2 replaces the local tensors inside them at the first forward.
         if run.accelerator is not None:
             self._strategy = run.accelerator.strategy
         self._names, self._weights = [self._strategy.whole_name(name) for name in tensors], list(tensors.values())
         self._all_names = self._strategy.names_of_all_parts(self._names)
-        self._averages = [with_part(weight, _copied(local_shard(weight).detach())) for weight in self._weights]
+        self._averages, self._places = [_copied(weight) for weight in self._weights], list(places.values())
         self.updates = 0
         self._has_stepped = self._has_moved = False
         self._every.begin(run.state)
@@ -104,6 +107,7 @@ class WeightAverage(Modifier):
     @torch.no_grad()
     def average(self) -> None:
         """Update the average with the current weights."""
+        self._find_buffers()
         averages = [local_shard(average) for average in self._averages]
         weights = [local_shard(weight).to(avg.dtype) for weight, avg in zip(self._weights, averages, strict=True)]
         self.mix(averages, weights)
@@ -114,6 +118,7 @@ class WeightAverage(Modifier):
         if self._is_in_use or not self.updates or not self.may_use(run):
             yield
             return
+        self._find_buffers()
         kept = [weight.detach().clone() for weight in self._weights]
         self._copy_to_weights(self._averages)
         self._is_in_use = True
@@ -125,8 +130,19 @@ class WeightAverage(Modifier):
 
     def on_fit_end(self, run: Run) -> None:
         if run.state.has_ended and self.updates:
+            self._find_buffers()
             self._copy_to_weights(self._averages)
-        self._names, self._weights, self._averages = [], [], []
+        self._names, self._weights, self._averages, self._places = [], [], [], []
+
+    def _find_buffers(self) -> None:
+        """Look up the buffers, which a forward may replace. The average of one with another shape begins there."""
+        for at, (slots, last) in enumerate(self._places, len(self._weights) - len(self._places)):
+            buffer = slots[last]
+            if buffer is None:
+                continue
+            self._weights[at] = buffer
+            if self._averages[at].shape != buffer.shape:
+                self._averages[at] = _copied(buffer)
 
     @torch.no_grad()
     def _copy_to_weights(self, values: list[Any]) -> None:
@@ -152,8 +168,11 @@ class WeightAverage(Modifier):
                 f"The checkpoint holds averages of {len(saved)} tensors, and this run averages {len(self._all_names)}. "
                 f"In only one of the two: {', '.join(mismatched[:5])}."
             )
-        for average, name in zip(self._averages, self._names, strict=True):
-            _fill(average, saved[name])
+        for at, (average, name) in enumerate(zip(self._averages, self._names, strict=True)):
+            if average.shape == saved[name].shape:
+                _fill(average, saved[name])
+            else:  # of a buffer that has changed its shape since
+                self._averages[at] = saved[name].to(average.device)
 
 
 def _trained(run: Run) -> dict[str, Any]:
@@ -166,18 +185,20 @@ def _trained(run: Run) -> dict[str, Any]:
     return dict(named.values())
 
 
-def _buffers(run: Run) -> dict[str, Any]:
+def _buffers(run: Run) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return where each buffer of real numbers is kept."""
     return {
-        f"buffer {model}.{name}": buffer
+        f"buffer {model}.{name}": (buffer_slots(module.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2])
         for model, module in run.modules.items()
         for name, buffer in module.named_buffers()
         if buffer.is_floating_point()
     }
 
 
-def _copied(value: Tensor) -> Tensor:
+def _copied(weight: Any) -> Any:
+    value = local_shard(weight).detach()
     # A 16-bit average would not move: its small changes are lost in rounding.
-    return value.float() if value.dtype in _NARROW else value.clone()
+    return with_part(weight, value.float() if value.dtype in _NARROW else value.clone())
 
 
 def _whole(tensor: Any) -> Tensor:

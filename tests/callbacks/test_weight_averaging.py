@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.callbacks.by_hand import OPTIONS, Named, assert_close, assert_equal, batches, loop, trained, weights
+from tests.callbacks.by_hand import (
+    OPTIONS,
+    Named,
+    assert_close,
+    assert_equal,
+    batches,
+    loop,
+    resumed,
+    trained,
+    weights,
+)
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
@@ -97,6 +107,39 @@ def test_running_statistics_too_if_wanted() -> None:
     assert_close({"": trained(EMA(0.5, warmup=False, buffers=True), model=model())["1.running_mean"]}, {"": mean[0]})
     running_mean = trained(EMA(0.5, warmup=False), model=model())["1.running_mean"]
     assert_close({"": running_mean}, {"": by_hand.get_buffer("1.running_mean")})
+
+
+class Replacing(nn.Module):
+    """A network whose forward replaces a buffer, the mean of the inputs so far, and appends to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("rows", torch.zeros(0, 6), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * inputs.detach().mean(dim=0)
+            self.rows = torch.cat([self.rows, inputs[:1].detach()])
+        return self.network(inputs + self.mean)
+
+
+def test_statistics_that_a_forward_replaces_are_averaged(tmp_path: Path) -> None:
+    by_hand = Replacing()
+    mean = [torch.zeros(6)]
+
+    def after(model: Any, step: int) -> None:
+        mean[0] = mean[0] * 0.5 + model.mean * 0.5
+
+    loop(by_hand, after=after)
+    model = Replacing()
+    trained(EMA(0.5, warmup=False, buffers=True), model=model)
+    assert_close({"": model.mean}, {"": mean[0]})
+    assert torch.equal(model.rows, by_hand.get_buffer("rows"))
+    whole, parts = resumed(lambda: EMA(0.5, every=2, buffers=True), tmp_path, model=Replacing)
+    assert_equal(parts, whole)
 
 
 def test_an_average_of_16_bit_weights_moves() -> None:

@@ -1,5 +1,6 @@
 """Buffers that a state dict leaves out and training changes: a resumed run has them."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.trainer.tasks import arguments, trainer
+from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
+from trainer_lib.trainer.checkpoints.changed_buffers import ChangedBuffers
 
 
 class Remembering(nn.Module):
@@ -113,6 +115,47 @@ def test_a_run_that_was_compiled_resumes_without_compiling(tmp_path: Path) -> No
     trained(tmp_path, 5, Remembering(), compile="eager")
     resumed = trained(tmp_path, 9, Remembering(), resume="extend")
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
+class StartsLate(Remembering):
+    """A model that remembers nothing before its fourth batch."""
+
+    batches = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs, bank = self.layer(inputs + self.bank.mean(0) + self.table), self.bank
+        self.batches += self.training
+        if self.batches > 3:
+            super().forward(inputs)
+            if not self.grows:
+                bank.copy_(self.bank)
+                self.bank = bank
+        return outputs
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_the_best_checkpoint_has_the_buffers_that_changed_later(grows: bool, tmp_path: Path) -> None:
+    model, scores = StartsLate(grows), itertools.count()
+    best: dict[str, Any] = {"metric_for_best": "score", "greater_is_better": False, "load_best_at_end": True}
+    args = arguments(output_dir=tmp_path, max_steps=6, save_every=1, eval_every=1, **best)
+    measured = {"eval_dataset": points(), "compute_metrics": lambda _: {"score": next(scores)}}
+    result = trainer(args, model=model, **measured).fit()
+    assert result.state.best is not None
+    assert result.state.best.step == 1
+    assert torch.equal(model.bank, torch.zeros(1 if grows else 4, 6))
+
+
+def test_first_values_are_loaded_again_and_again() -> None:
+    model = Remembering(grows=True)
+    buffers = ChangedBuffers({"": model})
+    for _ in range(2):
+        model.bank, model.unset = torch.ones(3, 6), torch.ones(2)
+        model.table.add_(1)
+        buffers.load_state_dict({})
+        assert torch.equal(model.bank, torch.zeros(1, 6))
+        assert torch.equal(model.table, torch.arange(6.0))
+        assert model.unset is None
+        model.bank.add_(1)
 
 
 class Permuting(nn.Module):

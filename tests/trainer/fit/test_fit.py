@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,6 +80,20 @@ def test_time_ends_a_run() -> None:
     result = trainer(arguments(max_time=0.3, lr_scheduler="constant")).fit()
     assert (result.status, result.state.reason) == ("stopped", "max_time is over")
     assert 0.3 <= result.state.seconds < 60
+
+
+def test_time_of_evaluations_does_not_count() -> None:
+    class Slow(Callback):
+        def on_step_end(self, run: Run) -> None:
+            run.control.evaluate = run.state.step < 3
+
+        def on_evaluate_begin(self, run: Run) -> None:
+            time.sleep(0.2)
+
+    args = arguments(max_time=0.3, lr_scheduler="constant", eval_every="never")
+    result = trainer(args, eval_dataset=points(), callbacks=[Slow()]).fit()
+    assert result.state.reason == "max_time is over"
+    assert result.state.seconds >= 0.3
 
 
 def test_time_before_a_resume_counts(tmp_path: Path) -> None:

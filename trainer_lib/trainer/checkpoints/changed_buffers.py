@@ -14,7 +14,8 @@ from trainer_lib.modules.weights.tensor_slots import buffer_slots, non_persisten
 class ChangedBuffers:
     """The non-persistent buffers that differ from those that a fit began with.
 
-    Masks and tables, which a model creates again, do not change, and are not saved.
+    Masks and tables, which a model creates again, do not change, and are not saved. A checkpoint without a buffer is
+    one with its first value: this object keeps copies of these, equal ones once.
 
     Args:
         models: The user's models by name.
@@ -22,7 +23,11 @@ class ChangedBuffers:
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._models = models
-        self._first = _digests(self._buffers())
+        buffers = self._buffers()
+        self._first = _digests(buffers)
+        distinct = {digest: name for name, digest in self._first.items()}
+        self._values = {digest: buffers[name].detach().to("cpu", copy=True) for digest, name in distinct.items()}
+        self._unset = {name for name, slots, last in self._places() if slots[last] is None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffers that changed, by name."""
@@ -31,15 +36,16 @@ class ChangedBuffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set buffers to those of a state, if the models still have them."""
+        """Set buffers to those of a state, if the models still have them, and the others to their first values."""
+        first = {name: self._values[self._first[name]] for name in self.state_dict() if name in self._first}
         for name, slots, last in self._places():
-            saved, buffer = state.get(name), slots[last]
+            saved, buffer = state.get(name, first.get(name)), slots[last]
             if saved is None:
-                continue
-            if buffer is not None and saved.shape == buffer.shape:
+                slots[last] = None if name in self._unset else buffer
+            elif buffer is not None and saved.shape == buffer.shape:
                 buffer.copy_(saved)
             else:  # a bank that grows, or that the first forward makes
-                slots[last] = saved.to(self._device if buffer is None else buffer.device)
+                slots[last] = saved.to(self._device if buffer is None else buffer.device, copy=True)
 
     @property
     def _device(self) -> torch.device:
@@ -58,6 +64,7 @@ class ChangedBuffers:
                     yield name, buffer_slots(module), last
 
 
-def _digests(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, int]]:
+def _digests(buffers: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, int]]:
     sums = digests(list(buffers.values()))
-    return {name: (buffer.shape, total) for (name, buffer), total in zip(buffers.items(), sums, strict=True)}
+    pairs = zip(buffers.items(), sums, strict=True)
+    return {name: (buffer.shape, buffer.dtype, total) for (name, buffer), total in pairs}

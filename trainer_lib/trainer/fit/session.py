@@ -110,7 +110,7 @@ class FitSession:
             context, self.saver, self.log, self.evaluations, self.owed, self._clock, self.deadline
         )
         self.end: FitEnd = FitEnd(context, self.log, self.evaluations, self.saving, self.saver, self.owed, self._lease)
-        self.triggers: Triggers = _triggers(context, self.deadline)
+        self.triggers: Triggers = _triggers(context, self._clock, self.deadline)
         self._registered = ExitStack()
         self._register()
 
@@ -252,9 +252,9 @@ def _changed_buffers(context: FitContext) -> dict[str, Any]:
     return {_BUFFERS: ChangedBuffers(models)}
 
 
-def _triggers(context: FitContext, deadline: Deadline) -> Triggers:
+def _triggers(context: FitContext, clock: TrainClock, deadline: Deadline) -> Triggers:
     run, args = context.run, context.run.args
     by_set = args.eval_intervals if context.evaluation.sets else {}
     every = None if by_set else context.evaluation.interval
     intervals = {"log": args.log_interval, "evaluate": every, "save": args.save_interval}
-    return Triggers(intervals, args.time_limit, run, deadline, args.evaluation_delay, by_set)
+    return Triggers(intervals, args.time_limit, run, clock, deadline, args.evaluation_delay, by_set)

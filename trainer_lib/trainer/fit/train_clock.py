@@ -16,6 +16,11 @@ class TrainClock:
         self._run = run
         self._began = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of training until now."""
+        return self._run.state.seconds + time.monotonic() - self._began
+
     def restart(self) -> None:
         """Count from now."""
         self._began = time.monotonic()

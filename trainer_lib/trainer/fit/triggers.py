@@ -1,6 +1,5 @@
 """Requests at intervals for logs, evaluations and checkpoints, and the limit of time."""
 
-import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -9,6 +8,7 @@ from trainer_lib.events.trigger import Trigger
 from trainer_lib.foundation.duration import Every
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.trainer.fit.train_clock import TrainClock
 from trainer_lib.trainer.safety.deadline import Deadline
 
 _FIELDS = {"log": "log_every", "evaluate": "eval_every", "save": "save_every"}
@@ -47,8 +47,9 @@ class Triggers:
     Args:
         intervals: How often each request is made, by its name.
         eval_intervals: How often to evaluate each set, by its name; empty: they share one interval.
-        time_limit: How many seconds the run may take, including those before a resume.
+        time_limit: How many seconds the run may train, including those before a resume.
         run: The run.
+        clock: Counts the time of training.
         deadline: When the run has to end, on the rank whose clock counts.
         eval_delay: How much of training comes before the first evaluation.
     """
@@ -58,16 +59,16 @@ class Triggers:
         intervals: dict[str, Every | None],
         time_limit: float | None,
         run: Run,
+        clock: TrainClock,
         deadline: Deadline,
         eval_delay: Every | None = None,
         eval_intervals: Mapping[str, Every | None] = MappingProxyType({}),
     ) -> None:
-        self._run, self._deadline = run, deadline
+        self._run, self._clock, self._deadline = run, clock, deadline
         self._intervals, self._eval_intervals, self._eval_delay = intervals, eval_intervals, eval_delay
         self._limit = time_limit if run.is_main_process else None
         self._counted: list[IntervalRequest] = []
         self._timed: list[IntervalRequest] = []
-        self._ends_at: float | None = None
 
     def restart(self) -> None:
         """Count from the state that the run has now."""
@@ -86,7 +87,6 @@ class Triggers:
         # Ranks count alike and need not agree; their clocks differ.
         self._counted = [request for request in requests if not request.trigger.is_timed]
         self._timed = [request for request in requests if request.trigger.is_timed] if run.is_main_process else []
-        self._ends_at = None if self._limit is None else time.monotonic() + max(0.0, self._limit - run.state.seconds)
 
     def ask(self, run: Run) -> None:
         """Make the requests that are due after this update."""
@@ -96,7 +96,7 @@ class Triggers:
         for request in self._timed:
             if request.trigger.is_due(run.state):
                 request.make(run, run.control.ask)
-        if self._ends_at is not None and time.monotonic() >= self._ends_at:
+        if self._limit is not None and self._clock.seconds >= self._limit:
             run.control.reason = "max_time is over"
             run.control.stop = True
         self._deadline.end_step()
