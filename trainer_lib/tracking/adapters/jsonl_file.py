@@ -97,4 +97,5 @@ def _line(point: Point) -> dict[str, Any]:
 
 def _at(step: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a step; a value of your own called `step` counts only where no step is given."""
-    return {"step": step, **values} if step is None else {"step": step, **values, "step": step}
+    entry = {"step": step, **values}
+    return entry if step is None else entry | {"step": step}
