@@ -12,11 +12,21 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.callbacks.by_hand import OPTIONS, Named, assert_close, assert_equal, batches, loop, trained, weights
+from tests.callbacks.by_hand import (
+    OPTIONS,
+    Named,
+    assert_close,
+    assert_equal,
+    batches,
+    loop,
+    resumed,
+    trained,
+    weights,
+)
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
-from trainer_lib.callbacks import EMA, SWA
+from trainer_lib.callbacks import EMA, SWA, before
 from trainer_lib.events import Modifier, Run
 
 
@@ -240,6 +250,12 @@ def test_skipped_updates_are_not_averaged() -> None:
     options: dict[str, Any] = {"lr_scheduler": "constant"}
     skipping = trained(EMA(0.8), loss_fn=WithBadLoss(10), on_nonfinite="skip", **options)
     assert_equal(skipping, trained(EMA(0.8), max_steps=9, num_train_epochs=None, **options))
+
+
+def test_updates_that_are_not_averaged_yet_count_after_a_resume(tmp_path: Path) -> None:
+    """The run resumes from step 6; no update follows, of those that reach the callback, until the average is due."""
+    whole, parts = resumed(lambda: before("7 steps", EMA(0.8, every="7 steps")), tmp_path)
+    assert_equal(parts, whole)
 
 
 def uneven() -> nn.Module:
