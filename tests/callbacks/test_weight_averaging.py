@@ -26,8 +26,8 @@ from tests.callbacks.by_hand import (
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
-from trainer_lib.callbacks import EMA, SWA, before
-from trainer_lib.events import Modifier, Run
+from trainer_lib.callbacks import EMA, SWA, before, every
+from trainer_lib.events import Callback, Modifier, Run
 
 
 def averaged_by_hand(decay: float = 0.8, *, warmup: bool = True) -> tuple[nn.Module, list[Named], list[Named]]:
@@ -252,9 +252,18 @@ def test_skipped_updates_are_not_averaged() -> None:
     assert_equal(skipping, trained(EMA(0.8), max_steps=9, num_train_epochs=None, **options))
 
 
-def test_updates_that_are_not_averaged_yet_count_after_a_resume(tmp_path: Path) -> None:
-    """The run resumes from step 6; no update follows, of those that reach the callback, until the average is due."""
-    whole, parts = resumed(lambda: before("7 steps", EMA(0.8, every="7 steps")), tmp_path)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: before("7 steps", EMA(0.8, every="7 steps")),  # it averages at the end of the epoch, after step 10
+        lambda: every("5 steps", EMA(0.8, every="6 steps")),  # it averages at step 10, the first that it sees from 6 on
+    ],
+)
+def test_an_average_behind_a_filter_resumes_from_updates_that_it_did_not_see(
+    make: Callable[[], Callback], tmp_path: Path
+) -> None:
+    """The run resumes from step 6."""
+    whole, parts = resumed(make, tmp_path)
     assert_equal(parts, whole)
 
 
