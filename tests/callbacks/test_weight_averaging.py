@@ -233,6 +233,20 @@ def test_running_statistics_are_those_of_all_samples_where_ranks_have_different_
             assert_close(actual, expected)
 
 
+def test_running_statistics_leave_out_batches_with_nan() -> None:
+    inputs, targets = points()
+    bad = inputs.clone()
+    bad[9] = math.nan  # in the second batch of five
+    others = torch.cat([inputs[:8], inputs[16:]]), torch.cat([targets[:8], targets[16:]])
+
+    def statistics(dataset: Any, **options: Any) -> Named:
+        model, average = with_statistics(), SWA(0.0, every=1)
+        averaged = trained(average, model=model, train_dataset=dataset, learning_rate=1e-30, **options)
+        return {name: averaged[name] for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked")}
+
+    assert_close(statistics((bad, targets), on_nonfinite="skip"), statistics(others))
+
+
 class WithBadLoss(nn.Module):
     """A loss that is NaN at one of its calls."""
 
