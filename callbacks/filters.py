@@ -130,6 +130,7 @@ class _Filtered(Callback):
             setattr(self, name, getattr(callback, name))
         self._has_begun = self._is_due = False
         self._loaded: dict[str, float] = {}
+        self._loaded_own: dict[str, float] = {}  # of the callback's own triggers
         for name, event in EVENTS.items():
             if overrides(callback, name) and not overrides(self, name):
                 handler = getattr(callback, name)
@@ -165,10 +166,13 @@ class _Filtered(Callback):
         if run.state.step:  # no new run, for which a state may be left from one before
             self._set_positions(self._loaded)
         self.listener.on_fit_begin(run)
+        if run.state.step:
+            self._set_own_positions()
 
     def on_load_end(self, run: Run, folder: Path) -> None:
         self._has_begun = self._is_due = False  # a rewind breaks off an update
         self.listener.on_load_end(run, folder)
+        self._set_own_positions()
 
     def on_step_begin(self, run: Run) -> None:
         self._begin_update(run)
@@ -190,12 +194,15 @@ class _Filtered(Callback):
         state = self.listener.state_dict()
         # Whether an update reached one of these is known from the position before it.
         positions = {str(t.amount): t.done for t in self.triggers if t.amount.unit in ("samples", "epochs")}
-        return {"positions": positions, "callback": state} if positions else state
+        # The callback's own triggers last looked at an update that reached it.
+        own = {name: trigger.done for name, trigger in self._own_triggers().items()}
+        return {"positions": positions, "own": own, "callback": state} if positions or own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "positions" in state:
-            self._loaded, state = dict(state["positions"]), state["callback"]
+            self._loaded, self._loaded_own = dict(state["positions"]), dict(state.get("own", {}))
             self._set_positions(self._loaded)
+            state = state["callback"]
         if state:
             self.listener.load_state_dict(state)
 
@@ -206,6 +213,13 @@ class _Filtered(Callback):
     def _set_positions(self, positions: Mapping[str, float]) -> None:
         for trigger in self.triggers:
             trigger.done = positions.get(str(trigger.amount), trigger.done)
+
+    def _own_triggers(self) -> dict[str, Trigger]:
+        return {name: value for name, value in vars(self.listener).items() if isinstance(value, Trigger)}
+
+    def _set_own_positions(self) -> None:
+        for name, trigger in self._own_triggers().items():
+            trigger.done = self._loaded_own.get(name, trigger.done)
 
     def _if_due(self, handler: Callable[[Run], None]) -> Callable[[Run], None]:
         def handle(run: Run) -> None:

@@ -119,7 +119,13 @@ def _average_statistics(run: Run, models: list[nn.Module], layers: list[_BatchNo
     model_or_models: Any = run.modules if len(models) > 1 else models[0]
     loader, batches = trainer.parts.evaluator.prepared(trainer.train_dataloader()), 0
     loader.even_batches = False  # no repeated samples
+    statistics = [value for layer in layers for value in layer.buffers()]
     for batch in loader:
+        before = [value.clone() for value in statistics]
         trainer.compute_loss(model_or_models, batch)
-        batches += 1
+        if all(bool(value.isfinite().all()) for value in statistics):
+            batches += 1
+        else:  # NaN or Inf in this batch, whose updates were skipped too
+            for value, kept in zip(statistics, before, strict=True):
+                value.copy_(kept)
     return batches

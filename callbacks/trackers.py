@@ -192,7 +192,7 @@ class TrackerCallback(Callback):
             _logger.warning("No artifact is uploaded to %s: there is no checkpoint on this machine.", self.tracker_name)
             return
         try:
-            folder = checkpoint if self._artifact == "checkpoint" else _model_folder(checkpoint)
+            folder = checkpoint if self._artifact == "checkpoint" else _model_folder(checkpoint, self._token)
             for handle in self._group.trackers:
                 handle.log_artifact(folder, self._artifact)
         except OSError as error:
@@ -370,10 +370,10 @@ def _outcome(run: Run) -> str:
     return "failed" if run.state.status == "unsaved" else run.state.status
 
 
-def _model_folder(checkpoint: Path) -> Path:
-    """Return a folder with a checkpoint's model files, as hard links where the file system has them."""
-    target = checkpoint.parent.parent / "model"
-    if target.exists():
+def _model_folder(checkpoint: Path, token: str) -> Path:
+    """Return a folder of this upload with a checkpoint's model files, as hard links where the file system has them."""
+    target = checkpoint.parent.parent / "artifacts" / f"model-{token[:12]}"
+    if target.exists():  # of the run that this one resumes
         shutil.rmtree(target)
     target.mkdir(parents=True)
     for file in checkpoint.iterdir():

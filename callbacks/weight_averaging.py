@@ -154,13 +154,15 @@ class WeightAverage(Modifier):
     def state_dict(self) -> dict[str, Any]:
         # Whole tensors, so that another world size can load them.
         whole = {name: _whole(average) for name, average in zip(self._names, self._averages, strict=True)}
-        return {"updates": self.updates, "averages": self._strategy.with_other_parts(whole)}
+        averages = self._strategy.with_other_parts(whole)
+        return {"updates": self.updates, "averages": averages, "has_moved": self._has_moved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not self._names:  # the model is not prepared yet
             self._loaded = state
             return
         self.updates: int = state["updates"]
+        self._has_moved: bool = state.get("has_moved", False)
         saved: Mapping[str, Tensor] = state["averages"]
         if saved.keys() != self._all_names:
             mismatched = sorted(saved.keys() ^ self._all_names)

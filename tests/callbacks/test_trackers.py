@@ -67,6 +67,26 @@ def test_a_tracker_gets_the_whole_run(tmp_path: Path) -> None:
     assert records[-1] == {"finished": "finished"}
 
 
+class SavesModel(Callback):
+    def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
+        assert run.folder is not None
+        folder = run.folder / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").write_text("mine")
+
+
+def test_an_artifact_leaves_the_files_that_you_saved(tmp_path: Path) -> None:
+    tracker = callback(tmp_path / "taken", artifact="model")
+    model_trainer = trainer([tracker, SavesModel()], tmp_path / "runs")
+    model_trainer.fit()
+    run_folder = model_trainer.run.folder
+    assert run_folder is not None
+    assert [file.read_text() for file in (run_folder / "model").iterdir()] == ["mine"]
+    (artifact,) = [record["artifact"] for record in taken(tmp_path / "taken") if "artifact" in record]
+    (last, *_) = sorted((run_folder / "checkpoints").iterdir(), reverse=True)
+    assert (Path(artifact) / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
+
+
 class Describes(Callback):
     """Logs to the tracker itself what `run.log` does not take, and nothing more once it is gone."""
 

@@ -26,8 +26,8 @@ from tests.callbacks.by_hand import (
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import ConfigurationError, FullyShardedDataParallelPlugin
-from trainer_lib.callbacks import EMA, SWA
-from trainer_lib.events import Modifier, Run
+from trainer_lib.callbacks import EMA, SWA, before, every
+from trainer_lib.events import Callback, Modifier, Run
 
 
 def averaged_by_hand(decay: float = 0.8, *, warmup: bool = True) -> tuple[nn.Module, list[Named], list[Named]]:
@@ -266,6 +266,20 @@ def test_running_statistics_are_those_of_all_samples_where_ranks_have_different_
             assert_close(actual, expected)
 
 
+def test_running_statistics_leave_out_batches_with_nan() -> None:
+    inputs, targets = points()
+    bad = inputs.clone()
+    bad[9] = math.nan  # in the second batch of five
+    others = torch.cat([inputs[:8], inputs[16:]]), torch.cat([targets[:8], targets[16:]])
+
+    def statistics(dataset: Any, **options: Any) -> Named:
+        model, average = with_statistics(), SWA(0.0, every=1)
+        averaged = trained(average, model=model, train_dataset=dataset, learning_rate=1e-30, **options)
+        return {name: averaged[name] for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked")}
+
+    assert_close(statistics((bad, targets), on_nonfinite="skip"), statistics(others))
+
+
 class WithBadLoss(nn.Module):
     """A loss that is NaN at one of its calls."""
 
@@ -283,6 +297,21 @@ def test_skipped_updates_are_not_averaged() -> None:
     options: dict[str, Any] = {"lr_scheduler": "constant"}
     skipping = trained(EMA(0.8), loss_fn=WithBadLoss(10), on_nonfinite="skip", **options)
     assert_equal(skipping, trained(EMA(0.8), max_steps=9, num_train_epochs=None, **options))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: before("7 steps", EMA(0.8, every="7 steps")),  # it averages at the end of the epoch, after step 10
+        lambda: every("5 steps", EMA(0.8, every="6 steps")),  # it averages at step 10, the first that it sees from 6 on
+    ],
+)
+def test_an_average_behind_a_filter_resumes_from_updates_that_it_did_not_see(
+    make: Callable[[], Callback], tmp_path: Path
+) -> None:
+    """The run resumes from step 6."""
+    whole, parts = resumed(make, tmp_path)
+    assert_equal(parts, whole)
 
 
 def uneven() -> nn.Module:

@@ -175,6 +175,17 @@ def test_jsonl_continues_where_training_resumes(tmp_path: Path) -> None:
     assert len((tmp_path / "digits.jsonl.old").read_text().splitlines()) == len(lines)
 
 
+def test_jsonl_keeps_the_step_of_a_call_beside_a_value_of_that_name(tmp_path: Path) -> None:
+    for resume_step in (None, 2):
+        trackers = TrackerGroup("jsonl", "digits", tmp_path, resume_step=resume_step, patience=PATIENT)
+        for step in range((resume_step or 0) + 1, 4):
+            trackers.log({"step": 10 * step, "loss": 0.5}, step=step)
+        trackers.log({"step": "none"})  # without a step it is a value like others
+        trackers.finish()
+    lines = [json.loads(line) for line in (tmp_path / "digits.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, "none", 3, "none"]
+
+
 @pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
 def test_numbers_of_numpy_are_taken(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     needs(name, name) if name != "jsonl" else None

@@ -130,6 +130,30 @@ def test_a_database(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPa
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"notes", "table-3.json"}
 
 
+def test_names_that_mlflow_makes_the_same_keep_their_values(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{database}"
+    trackers = group(uri, tmp_path, token="d" * 32)
+    trackers.store_init_configuration({"a@b": 1, "a_b": 2, "x//y": 3, "x": {"y": 4}})
+    for step in (1, 2):
+        trackers.log({"loss@8": 1.0, "loss_8": 2.0, "loss!8": 3.0, "x" * 300: 4.0, "x" * 400: 5.0}, step=step)
+    trackers.log({"loss@8": 6.0}, step=3)
+    trackers.finish()
+
+    client, run = the_run(uri, "d" * 32)
+    assert run.data.params == {"a_b": "2", "a_b_2": "1", "x.y": "4", "x/y": "3"}
+    histories = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    assert {name: [(point.step, point.value) for point in history] for name, history in histories.items()} == {
+        "loss_8": [(1, 2.0), (2, 2.0)],
+        "loss_8_2": [(1, 3.0), (2, 3.0)],
+        "loss_8_3": [(1, 1.0), (2, 1.0), (3, 6.0)],
+        "x" * 250: [(1, 4.0), (2, 4.0)],
+        "x" * 245 + "_2": [(1, 5.0), (2, 5.0)],
+    }
+
+
 def test_a_tracker_of_your_own_takes_mlflows_variables(
     tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -183,11 +183,6 @@ class BuiltInTracker(GeneralTracker):
         return False
 
     @classmethod
-    def metric_name(cls, name: str) -> str:
-        """Return a value's name in the form that the backend accepts."""
-        return name
-
-    @classmethod
     def named(cls, run_name: str) -> dict[str, Any]:
         """Return the options that set the run's name, if the backend has run names."""
         del run_name

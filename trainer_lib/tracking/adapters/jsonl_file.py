@@ -65,7 +65,7 @@ class JsonlTracker(BuiltInTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write values."""
-        self._write([{"step": step, **kwargs, **values}])
+        self._write([_at(step, {**kwargs, **values})])
 
     @on_main_process
     def log_points(self, points: Any) -> None:
@@ -88,8 +88,14 @@ class JsonlTracker(BuiltInTracker):
             step = json.loads(line).get("step")
         except (ValueError, AttributeError):  # an incomplete line of a killed program
             return False
-        return step is None or self._resume_step is None or step <= self._resume_step
+        return not isinstance(step, int) or self._resume_step is None or step <= self._resume_step
 
 
 def _line(point: Point) -> dict[str, Any]:
-    return {"step": point.step, "time": round(point.time, 3), **point.kwargs, **point.values}
+    return _at(point.step, {"time": round(point.time, 3), **point.kwargs, **point.values})
+
+
+def _at(step: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a step; a value of your own called `step` counts only where no step is given."""
+    entry = {"step": step, **values}
+    return entry if step is None else entry | {"step": step}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -77,6 +77,7 @@ class MLflowTracker(BuiltInTracker):
         if description is not None:
             self._tags["mlflow.note.content"] = description
         self._run_name, self._token = run_name, token
+        self._metric_keys: dict[str, str] = {}
         self._run: Any = None
         self._client: Any = None
 
@@ -148,8 +149,10 @@ class MLflowTracker(BuiltInTracker):
         logged = self._client.get_run(self._run.info.run_id).data.params
         params: list[Any] = []
         tags: list[Any] = []
-        for name, value in flat(values, ".").items():
-            key, text = self.metric_name(name), str(value)[:_LONGEST_VALUE]
+        settings = flat(values, ".")
+        keys = self._keys(settings, {})
+        for name, value in settings.items():
+            key, text = keys[name], str(value)[:_LONGEST_VALUE]
             if key not in logged:
                 params.append(entities.Param(key, text))
             elif logged[key] != text:
@@ -174,10 +177,12 @@ class MLflowTracker(BuiltInTracker):
         """Log the numbers of several calls, with their times."""
         entities = require("mlflow.entities", self.extra)
 
+        all_values = [(point, flat(point.values)) for point in points]
+        keys = self._keys((name for _, values in all_values for name in values), self._metric_keys)
         metrics = [
-            entities.Metric(self.metric_name(name), float(value), int(point.time * 1000), point.step or 0)
-            for point in points
-            for name, value in flat(point.values).items()
+            entities.Metric(keys[name], float(value), int(point.time * 1000), point.step or 0)
+            for point, values in all_values
+            for name, value in values.items()
         ]
         for part in _parts(metrics, _METRICS_AT_ONCE):
             self._client.log_batch(self._run.info.run_id, metrics=part)
@@ -219,6 +224,18 @@ class MLflowTracker(BuiltInTracker):
     def finish(self) -> None:
         """Set the run's final status."""
         self._client.set_terminated(self._run.info.run_id, _STATUS.get(self.outcome, "FINISHED"))
+
+    @classmethod
+    def _keys(cls, names: Iterable[str], keys: dict[str, str]) -> dict[str, str]:
+        """Add names to those whose accepted form is known; a form that another name has already gets a number."""
+        new = set(names) - keys.keys()
+        for name in sorted(new, key=lambda name: (cls.metric_name(name) != name, name)):
+            key, number = cls.metric_name(name), 1
+            while key in keys.values():
+                number += 1
+                key = f"{cls.metric_name(name)[: _LONGEST_NAME - 5]}_{number}"
+            keys[name] = key
+        return keys
 
     def _find_or_create_run(self) -> Any:
         experiment = self._experiment_id()

@@ -32,10 +32,9 @@ def plain(entry: Entry, tracker: type[BuiltInTracker]) -> tuple[Entry | None, di
     refused: dict[str, str] = {}
     content: Mapping[str, Any] = entry.content
     if entry.kind == "log":
-        values, refused = plain_metrics(content, tracker.takes_texts)
-        if not values:
+        content, refused = plain_metrics(content, tracker.takes_texts)
+        if not content:
             return None, refused
-        content = {tracker.metric_name(name): value for name, value in values.items()}
     elif entry.kind == "settings":
         content = plain_settings(content)
     elif entry.kind == "images":
