@@ -84,6 +84,31 @@ def test_a_mean_over_no_items_changes_nothing() -> None:
     toy.assert_same(toy.gradients(layer), expected)
 
 
+def _masked_mean_gradients(masks: tuple[tuple[tuple[float, ...], ...], ...]) -> list[Tensor]:
+    """Train on means over the samples that a mask of this rank leaves; return one update's gradients."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(masks))
+    network = toy.model()
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.0))
+    inputs, targets, _ = toy.data()
+    for number, masks_of_ranks in enumerate(masks):
+        mask = torch.tensor(masks_of_ranks[accelerator.process_index])
+        samples = slice(number * len(mask), (number + 1) * len(mask))
+        with accelerator.accumulate(network):
+            mean = (toy.losses(network, inputs[samples], targets[samples]) * mask).sum() / mask.sum()
+            accelerator.backward(mean, weight=mask.sum(), is_mean=True)
+            optimizer.step()
+    return toy.gradients(network)
+
+
+def test_the_gradients_of_a_masked_mean_over_nothing_are_zero() -> None:
+    """The derivative of 0 / 0 is NaN."""
+    nothing, everything = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    masks = (everything, everything), (everything, nothing), (nothing, nothing)
+    weights = torch.tensor([2.0] * 3 + [1.0] * 3)
+    for gradients in run_world(_masked_mean_gradients, (masks,), 2, timeout=60):
+        toy.assert_same(gradients, toy.mean_gradients(list(range(6)), weights))
+
+
 def test_clipping_sees_the_gradients_of_the_big_batch() -> None:
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
     norm = float(torch.stack([g.norm() for g in expected]).norm())

@@ -215,7 +215,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         construction.keep_gradients_of_graphs(self.window, self.prepared, self.state)
         self.engine: Engine = Engine(self.state, self.prepared, self.strategy, self.precision, self.window)
         self.checkpoints: Checkpoints = Checkpoints(self.engine, project)
-        self._weighted = WeightedBackward(self.engine)
+        self._weighted = WeightedBackward(self.engine, self.sequence_split.ranks is None)
         self._unprepared: Any = None  # the watch for optimizers that were not prepared
 
     # -- settings ------------------------------------------------------------------------------------------------

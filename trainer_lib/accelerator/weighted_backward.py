@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from trainer_lib.accelerator.engine import Engine
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.tensors.pytree import named_leaves
+from trainer_lib.modules.module_buffers import no_gradients_of
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.state.accumulation_window import Share, nan_if_negative, sum_from_mean
 from trainer_lib.strategies.base import Surroundings, no_surroundings
@@ -36,9 +37,11 @@ class WeightedBackward:
 
     Args:
         engine: The engine that trains.
+        has_whole_sequences: Whether no other rank has losses that depend on what this rank computes.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, has_whole_sequences: bool) -> None:
+        self._has_whole_sequences = has_whole_sequences
         self._prepared, self._window = engine.prepared, engine.window
         self._strategy, self._precision = engine.strategy, engine.precision
 
@@ -47,9 +50,7 @@ class WeightedBackward:
         window = self._window
         reduces = window.state.sync_gradients and not window.is_local
         optimizers = tuple(self._prepared.optimizers if optimizer is None else _listed(optimizer))
-        share = window.share_of(optimizers)  # of an earlier micro-batch
-        if share is None:
-            share = self._opened_share(optimizers, is_named=optimizer is not None)
+        share = window.share_of(optimizers) or self._opened_share(optimizers, is_named=optimizer is not None)
         if type(weight) is not float or not 0 <= weight < _INFINITY:
             weight = _checked_weight(weight)
         before, divisor = share.local, share.nominal
@@ -65,7 +66,11 @@ class WeightedBackward:
                 self._receive(share)
         window.begin_backward()
         try:
-            self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
+            if type(weight) is float and not weight and self._has_whole_sequences:  # on a device nobody waits
+                with no_gradients_of(_parameters_of(optimizers)):  # a mean of nothing has gradients of NaN
+                    self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
+            else:
+                self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
         except BaseException:
             # The script may retry with a smaller batch; the failed one must not count.
             share.local = before
@@ -136,6 +141,10 @@ def _shapes(batch: Any) -> Hashable:
     return tuple(
         (name, tuple(value.shape), value.dtype) for name, value in named_leaves(batch) if isinstance(value, Tensor)
     )
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
 
 
 def _listed(value: Any) -> list[Any]:

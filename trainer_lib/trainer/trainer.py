@@ -17,7 +17,6 @@ from trainer_lib.foundation.errors import ConfigurationError, UnknownMemberError
 from trainer_lib.foundation.lazy_imports import without_collections
 from trainer_lib.foundation.public_names.signatures import ConstructorSignature
 from trainer_lib.logging import get_logger
-from trainer_lib.modules.module_buffers import no_gradients_of
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments import value_checks
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -343,12 +342,6 @@ class Trainer(ToolMethods, PublishMethods):
             weight = guard.weigh(loss.new_zeros(()) if self.run.weighs_nothing else loss, weight, is_mean)
         is_only = len(self.run.optimizers) == 1 and optimizer is None
         optimizers = None if is_only else self._optimizers(optimizer)
-        # A rank without targets in its part of a sequence still has gradients of the other parts.
-        is_part = self.accelerator.sequence_split.ranks is not None
-        if not is_part and (not isinstance(weight, Tensor) or weight.is_cpu) and not weight:  # on a device nobody waits
-            with no_gradients_of(self.run.trained_parameters):  # a mean of nothing has gradients of NaN
-                self.accelerator.backward(loss, weight=weight, optimizer=optimizers, is_mean=is_mean)
-            return
         self.accelerator.backward(loss, weight=weight, optimizer=optimizers, is_mean=is_mean)
 
     @property
