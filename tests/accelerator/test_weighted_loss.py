@@ -109,6 +109,16 @@ def test_the_gradients_of_a_masked_mean_over_nothing_are_zero() -> None:
         toy.assert_same(gradients, toy.mean_gradients(list(range(6)), weights))
 
 
+def test_a_mean_over_nothing_leaves_no_gradients_of_other_optimizers() -> None:
+    accelerator, network, (first, second) = _prepared(optimizers=2)
+    inputs, _, _ = toy.data()
+    mean = network(inputs).sum() * 0.0 / torch.zeros(())
+    accelerator.backward(mean, weight=0, optimizer=first, is_mean=True)
+    for optimizer in (first, second):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
 def test_clipping_sees_the_gradients_of_the_big_batch() -> None:
     expected = toy.mean_gradients(list(range(24)), toy.data()[2])
     norm = float(torch.stack([g.norm() for g in expected]).norm())

@@ -67,7 +67,8 @@ class WeightedBackward:
         window.begin_backward()
         try:
             if type(weight) is float and not weight and self._has_whole_sequences:  # on a device nobody waits
-                with no_gradients_of(_parameters_of(optimizers)):  # a mean of nothing has gradients of NaN
+                # A mean of nothing has gradients of NaN, for the parameters of other optimizers too.
+                with no_gradients_of(_parameters_of(self._prepared.optimizers)):
                     self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
             else:
                 self._precision.backward(loss, window.is_fresh, divisor, **kwargs)
