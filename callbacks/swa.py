@@ -10,8 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from trainer_lib.callbacks.weight_averaging import WeightAverage
 from trainer_lib.events import Run
-from trainer_lib.events.trigger import Trigger, callback_trigger
-from trainer_lib.foundation.duration import Every
+from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.tensors.kept_state import attributes_kept
 from trainer_lib.foundation.tensors.tensor_operations import foreach_lerp_
@@ -46,13 +45,11 @@ class SWA(WeightAverage):
 
     def on_fit_begin(self, run: Run) -> None:
         super().on_fit_begin(run)
-        if self._share is not None:
-            if run.state.max_steps is None:
-                raise ConfigurationError(
-                    f"SWA(start={self._share}) is a share of the run, but the length of the run is unknown. Give an "
-                    'amount such as start="1000 steps".'
-                )
-            self._begins = Trigger(Every(max(1, math.ceil(self._share * run.state.max_steps)), "steps"), "after")
+        if self._share is not None and run.state.max_steps is None:
+            raise ConfigurationError(
+                f"SWA(start={self._share}) is a share of the run, but the length of the run is unknown. Give an "
+                'amount such as start="1000 steps".'
+            )
         if _batch_norms(run) and run.accelerator is not None and run.accelerator.strategy.needs_lockstep:
             raise UnsupportedError(
                 "SWA does not support sharded models with BatchNorm: it cannot recompute their running statistics. Use "
@@ -66,7 +63,7 @@ class SWA(WeightAverage):
         self._begin(run)
 
     def is_due(self, run: Run) -> bool:
-        has_begun = self._begins is not None and self._begins.is_due(run.state)
+        has_begun = self._has_reached_share(run) if self._begins is None else self._begins.is_due(run.state)
         return super().is_due(run) and has_begun
 
     def mix(self, averages: list[Any], weights: list[Any]) -> None:
@@ -82,6 +79,10 @@ class SWA(WeightAverage):
         if is_used and layers:
             with torch.no_grad():
                 _recompute_statistics(run, layers)
+
+    def _has_reached_share(self, run: Run) -> bool:
+        steps = run.state.max_steps  # fewer after an epoch that a callback ended early
+        return steps is not None and run.state.step > max(1, math.ceil((self._share or 0.0) * steps))
 
     def _begin(self, run: Run) -> None:
         if self._begins is not None:

@@ -78,7 +78,7 @@ def saved(folder: Path) -> list[int]:
 @pytest.mark.parametrize("kind", [RaisesOnce, StreamRaisesOnce])
 @pytest.mark.parametrize(
     ("read", "step"),
-    [pytest.param(20, 2, marks=pytest.mark.slow), (60, 7), pytest.param(100, 12, marks=pytest.mark.slow)],
+    [pytest.param(20, 2, marks=pytest.mark.slow), (40, 5), (60, 7), pytest.param(100, 12, marks=pytest.mark.slow)],
 )
 def test_a_dataset_that_raised_once_costs_no_update(kind: Any, read: int, step: int, tmp_path: Path) -> None:
     (tmp_path / "never").touch()

@@ -24,6 +24,7 @@ from tests.trainer.fit.test_exact_updates import (
 )
 from tests.worlds import run_world
 from trainer_lib import Interrupted, Trainer
+from trainer_lib.callbacks import SWA, once
 from trainer_lib.events import Callback, Run
 from trainer_lib.processes.exit_codes import by_signal
 
@@ -265,3 +266,22 @@ def test_a_request_that_waits_for_the_next_update_survives_a_kill(rank: int, tmp
 
     assert run_world(evaluated, (3,)) == [[], []]  # ends before the requests of step 2 are carried out, at step 3
     assert run_world(evaluated) == [[3], [3]]
+
+
+def test_a_fraction_of_an_epoch_counts_after_an_epoch_that_ended_early(tmp_path: Path) -> None:
+    def fit(folder: str, *callbacks: Callback, **options: Any) -> tuple[Any, ...]:
+        callbacks = (
+            once("2 steps", lambda run: setattr(run.control, "end_epoch", True)),
+            SWA(0.5, every=1),
+            *callbacks,
+        )
+        args = tasks.arguments(output_dir=tmp_path / folder, num_train_epochs=2.5, save_every=3, **options)
+        trainer = tasks.trainer(args, callbacks=callbacks)
+        state = trainer.fit().state
+        return state.step, state.epochs, state.max_steps, [p.tolist() for p in trainer.unwrapped_model.parameters()]
+
+    whole = fit("whole")
+    assert whole[:3] == (10, 2.6, 10)  # of 5 steps in an epoch
+    with pytest.raises(InterruptedError):
+        fit("parts", Dies(4))
+    assert fit("parts", resume="auto") == whole

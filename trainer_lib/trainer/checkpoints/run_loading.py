@@ -60,14 +60,12 @@ class RunLoading:
         if length is not None:
             accumulated = context.accelerator.gradient_accumulation_steps
             state.steps_in_epoch = length - math.ceil(context.loader.batches_left / accumulated)
-            behind = (context.updates_in(state.epoch) or 0) + state.steps_in_epoch
-            if state.max_epochs is not None:
-                of_epochs = state.step + (context.updates_in(state.max_epochs) or 0) - behind
-                is_longest = args.max_steps is None or of_epochs < args.max_steps
-                state.max_steps = of_epochs if is_longest else args.max_steps
-                if is_longest and args.schedule_steps is None and saved["steps_per_epoch"]:
-                    # A schedule of epochs stays where it is in the samples, which are more or fewer updates now.
-                    moved = behind - self._part.loaded_position
+            context.recount_steps()
+            is_of_epochs = state.max_epochs is not None and state.max_steps != args.max_steps
+            if is_of_epochs and args.schedule_steps is None and saved["steps_per_epoch"]:
+                # A schedule of epochs stays where it is in the samples, which are more or fewer updates now.
+                behind = (context.updates_in(state.epoch) or 0) + state.steps_in_epoch
+                moved = behind - self._part.loaded_position
         return moved, length != saved["steps_per_epoch"]
 
     def _forget_best_of_another_metric(self, changed: Collection[str]) -> None:

@@ -4,11 +4,16 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from trainer_lib.checkpointing.format.rng_state import Generators
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.fit.context import FitContext
 
 _logger = get_logger(__name__)
+
+_HOST = torch.device("cpu")  # whose generators draw the order
 
 
 class TrainBatches:
@@ -26,8 +31,11 @@ class TrainBatches:
     def of_epoch(self) -> Generator[Iterator[Any]]:
         """Return the context of an epoch's batches, in which the death of a data worker is named.
 
-        In the first epoch the ranks compare what a stream begins with.
+        In the first epoch the ranks compare what a stream begins with. If the first batch cannot be read, the
+        generators are again what they were before.
         """
+        state, generators = self._context.run.state, Generators(_HOST)
+        before, micro_batches = generators.state_dict(), state.micro_batches
         batches = iter(self._loader)  # has the workers, and is held until they were asked whether they live
         try:
             if self._has_opened or not self._loader.reads_alike:
@@ -37,8 +45,11 @@ class TrainBatches:
 
                 self._has_opened = True
                 yield rank_data_check.checked_stream(self._context.group, self._loader, batches)
-        except (RuntimeError, OSError, EOFError) as error:
-            self._loader.name_dead_workers(error)  # torch raises it wherever training happens to be
+        except Exception as error:
+            if isinstance(error, (RuntimeError, OSError, EOFError)):
+                self._loader.name_dead_workers(error)  # torch raises it wherever training happens to be
+            if state.micro_batches == micro_batches:  # a resumed run begins the epoch again
+                generators.load_state_dict(before)
             raise
         finally:
             del batches

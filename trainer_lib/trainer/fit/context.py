@@ -62,6 +62,15 @@ class FitContext:
             return self.update_plan.updates(batches, epochs)
         return None if per_epoch is None else math.ceil(epochs * per_epoch - 1e-9)
 
+    def recount_steps(self) -> None:
+        """Set the number of updates after which the run ends to those so far and those of the epochs that are left."""
+        state, limit = self.run.state, self.run.args.max_steps
+        if state.steps_per_epoch is None or state.max_epochs is None:
+            return
+        behind = (self.updates_in(state.epoch) or 0) + state.steps_in_epoch
+        steps = state.step + (self.updates_in(state.max_epochs) or 0) - behind
+        state.max_steps = steps if limit is None else min(steps, limit)
+
     @property
     def has_own_step(self) -> bool:
         """Whether the user overrides `training_step`."""

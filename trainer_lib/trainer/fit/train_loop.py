@@ -4,7 +4,7 @@ An epoch is a pass over the data, batch by batch. Some batches make a window, wh
 update the run does what it was asked to, always in this order: flush, log, evaluate, interrupt, save, stop.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,7 @@ class TrainLoop:
         parts: BatchParts,
     ) -> None:
         self.handlers: dict[str, list[tuple[Callback, Handler]]]
+        self.recount_steps: Callable[[], None] = context.recount_steps
         self.run, self.events, self.handlers = context.run, context.events, context.events.handlers
         self.batches, self.log, self.saving, self.rewind = batches, log, saving, rewind
         self.accelerator, self.loader, self.models = context.accelerator, context.loader, context.models
@@ -282,13 +283,13 @@ class TrainLoop:
             loader.end_pass()
             is_cut = True
         if is_read or is_cut:
-            self.end_epoch()
+            self.end_epoch(is_cut)
         self.actions.ask()
         self.is_between_updates: bool = True
         return self.actions.handle() or is_cut
 
-    def end_epoch(self) -> None:
-        """Count an epoch."""
+    def end_epoch(self, is_cut: bool) -> None:
+        """Count an epoch; a callback may have cut it short."""
         run = self.run
         run.control.forget("end_epoch")
         run.state.epoch += 1
@@ -296,6 +297,8 @@ class TrainLoop:
         self.events.fire("on_epoch_end", run)
         run.control.sync_across_ranks(self.accelerator.group)
         self.log.sync_findings()
+        if is_cut:
+            self.recount_steps()
 
     @contextmanager
     def without_trace(self) -> Generator[None]:
