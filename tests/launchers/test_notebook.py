@@ -146,6 +146,58 @@ def test_interrupt_ends_the_processes_and_reaches_the_notebook() -> None:
         notebook_launcher(interrupt, num_processes=2)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_functions_that_return_after_an_interruption_end_at_once(number: signal.Signals) -> None:
+    parent = os.getpid()
+    ends: list[int] = []
+
+    def end_soon(number: int, frame: Any) -> None:
+        del frame
+        ends.append(number)
+
+    def save_and_return() -> str:
+        signal.signal(number, end_soon)  # as a Trainer in a notebook, whose fit returns
+        if place()[0] == 0:
+            os.kill(parent, number)
+        while not ends:
+            time.sleep(0.01)
+        signal.signal(number, signal.SIG_DFL)
+        return "more than a pipe holds" * 10_000
+
+    began = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        notebook_launcher(save_and_return, num_processes=2)
+    assert time.monotonic() - began < 20  # after 30 seconds processes are killed
+
+
+@pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
+def test_a_function_that_exits_without_an_error_returns_nothing(launcher: Any) -> None:
+    def end_early() -> int:
+        rank = place()[0]
+        if rank < 2:
+            sys.exit(None if rank else 0)
+        return rank
+
+    assert launcher(end_early, num_processes=3) == [None, None, 2]
+
+
+@pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
+def test_exit_code_of_a_function_is_told(launcher: Any) -> None:
+    with pytest.raises(ProcessFailedError, match=r"failed with exit code 3\."):
+        launcher(lambda: sys.exit(3), num_processes=2)
+
+
+@pytest.mark.parametrize("launcher", [notebook_launcher, debug_launcher])
+def test_a_process_that_ends_before_its_function_returns_is_a_failure(launcher: Any) -> None:
+    def end_silently() -> None:
+        if place()[0]:
+            os._exit(0)
+        signal.pause()
+
+    with pytest.raises(ProcessFailedError, match=r"Process 1 of 2 ended without a result"):
+        launcher(end_silently, num_processes=2)
+
+
 def test_lone_state_is_not_inherited_and_a_world_is_refused() -> None:
     reset_states()
     assert PartialState(cpu=True).num_processes == 1

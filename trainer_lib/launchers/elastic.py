@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -13,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, ProcessFailure, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -37,6 +38,7 @@ from trainer_lib.processes.signal_inbox import FORWARDED, restored_handlers
 
 _ROUNDS = ("c10d", "etcd-v2")  # backends by which machines meet again and again
 _POLL = 0.05  # seconds between two checks for processes that still save
+_ENDING = "ending"  # a file beside a process's error file: the processes are being ended
 _TORCH_LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing")
 
 
@@ -109,6 +111,7 @@ class _Agent(_TorchAgent):
             shutdown_timeout=plan.shutdown_timeout,
         )
         self._plan = plan
+        self._is_function = callable(entry)
         # A program prints its tracebacks itself; with `tee`, each line with a prefix.
         self._is_printed = isinstance(entry, str) and plan.tee == "0"
         self._died: dict[int, int | None] = {}  # by themselves: their exit codes, where torch does not know them
@@ -149,6 +152,9 @@ class _Agent(_TorchAgent):
 
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = GRACE_AFTER_DEATH) -> None:
             nonlocal has_failed
+            if self._is_function:
+                for record in context.error_files.values():
+                    Path(record).with_name(_ENDING).touch()
             if has_failed:  # torch closes once more; what has ended since the first time was ended here
                 close(death_sig, timeout)
                 return
@@ -180,11 +186,27 @@ class _Agent(_TorchAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
+        if self._is_function and result.state is WorkerState.HEALTHY:
+            result = self._without_result(worker_group) or result
         if result.is_failed() and self._pcontext is not None:
             self._failures = list(self._collect(worker_group, result, self._pcontext))
             if self.interruption is not None:  # an interrupted run is not restarted
                 self._remaining_restarts = 0
         return result
+
+    def _without_result(self, worker_group: WorkerGroup) -> RunResult | None:
+        """Return the failure of processes that ended with exit code 0 before their function returned."""
+        context: Any = self._pcontext
+        ended = {rank for rank, code in _exit_codes(context).items() if code == 0}
+        failures = {
+            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, 0, context.error_files[worker.local_rank])
+            for worker in worker_group.workers
+            if worker.local_rank in ended
+        }
+        if not failures:
+            return None
+        context.close()
+        return RunResult(WorkerState.FAILED, failures=failures)
 
     def _collect(self, worker_group: WorkerGroup, result: RunResult, context: PContext) -> Generator[Failure]:
         for worker in worker_group.workers:
@@ -220,6 +242,11 @@ class _Agent(_TorchAgent):
             programs = getattr(self._pcontext, "subprocess_handlers", {})
             if any(handler.proc.poll() for handler in programs.values()):
                 kill_leftovers(handler.proc.pid for handler in programs.values())
+
+
+def is_ending() -> bool:
+    """Whether the launcher is ending this process, which runs a function, and the others."""
+    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_ENDING).exists()
 
 
 def _exit_codes(context: Any) -> dict[int, int | None]:

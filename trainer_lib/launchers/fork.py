@@ -6,6 +6,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.launchers.forked_process import begin, check_call, leave, refuse_a_world
+from trainer_lib.launchers.forked_process import begin, check_call, leave, refuse_a_world, result_of
 from trainer_lib.launchers.launch_plan import LOCALHOST
 from trainer_lib.launchers.process_failures import Failure, ProcessFailedError, failed
 from trainer_lib.options.base import check_count, check_positive
@@ -105,7 +106,7 @@ class _Worker:
             with self.stacks.open("w") as stacks:
                 # In C, since Python's handlers would wait for the end of a collective that hangs.
                 faulthandler.register(signal.SIGUSR2, stacks, chain=True)
-                torch.save(function(*args), self.result)
+                torch.save(result_of(partial(function, *args)), self.result)
         except BaseException as error:  # noqa: BLE001 - the parent reports it
             self.error.write_text(traceback.format_exc())
             leave(exit_code_of(error))

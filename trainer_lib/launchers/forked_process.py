@@ -5,7 +5,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import active_children
 from typing import Any, NoReturn
@@ -91,8 +91,18 @@ class WholeLines:
         return getattr(self._stream, name)
 
 
+def result_of(function: Callable[[], Any]) -> Any:
+    """Return the result of a function; `None` if it ends its process without a failure, as `sys.exit()` does."""
+    try:
+        return function()
+    except SystemExit as end:
+        if end.code:
+            raise
+        return None
+
+
 def leave(code: int = 1) -> NoReturn:
-    """End this process with the exit code of a failure or of an interruption."""
+    """End this process with an exit code."""
     for child in active_children():
         child.terminate()
     for stream in (sys.stdout, sys.stderr):

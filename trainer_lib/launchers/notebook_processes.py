@@ -19,9 +19,9 @@ from trainer_lib.foundation import environment
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, WorldError
 from trainer_lib.foundation.imports import is_package_available, pip_install
 from trainer_lib.launchers.device_count import check_enough, count_accelerators, forks_are_poisoned
-from trainer_lib.launchers.elastic import run_elastic
+from trainer_lib.launchers.elastic import is_ending, run_elastic
 from trainer_lib.launchers.first_device_use import describe_first_use
-from trainer_lib.launchers.forked_process import begin, check_call, leave, refuse_a_world
+from trainer_lib.launchers.forked_process import begin, check_call, leave, refuse_a_world, result_of
 from trainer_lib.launchers.gpu_selection import peer_settings
 from trainer_lib.launchers.launch_plan import LOCALHOST, Plan
 from trainer_lib.options.precision_options import check_precision
@@ -140,7 +140,9 @@ def _call(parent: int, function: Callable[[], Any], threads: int = 1) -> bytes:
     try:
         begin(parent, {}, threads)
         result = io.BytesIO()
-        torch.save(function(), result)
+        torch.save(result_of(function), result)
+        if is_ending():  # an interrupted function has returned, and nobody takes its result
+            leave(0)
         return result.getvalue()
     except Interrupted as stop:
         leave(stop.exit_code)

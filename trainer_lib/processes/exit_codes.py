@@ -67,7 +67,7 @@ def reason_of(code: int) -> str | None:
 
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a program that ends with an uncaught error."""
-    return error.exit_code if isinstance(error, Interrupted) else 1
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 def is_interactive() -> bool:
