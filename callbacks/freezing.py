@@ -115,9 +115,8 @@ class Freeze(Modifier):
                     f"{source}: some of these weights are in an earlier stage too. Name each weight in one stage."
                 )
             frozen |= ids
-        freezers = [
-            callback for callback in run.trainer.events if isinstance(callback, Freeze) and callback is not self
-        ]
+        unfiltered = [callback.unfiltered for callback in run.trainer.events]
+        freezers = [callback for callback in unfiltered if isinstance(callback, Freeze) and callback is not self]
         if any(id(weight) in frozen for freezer in freezers for weights in freezer._weights for weight in weights):
             raise ConfigurationError("Two callbacks freeze the same weights. Name each weight in one of them.")
 

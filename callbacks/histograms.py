@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.callbacks.trackers import TrackerCallback
+from trainer_lib.callbacks.trackers import trackers_of
 from trainer_lib.events import Callback, Run
 from trainer_lib.events.trigger import callback_trigger
 from trainer_lib.foundation.device_types import sum_dtype
@@ -208,13 +208,12 @@ def _plain(numbers: list[float]) -> dict[str, Any]:
 
 def _show(run: Run, step: int, read: Mapping[str, Mapping[str, Any]]) -> None:
     """Send histograms to TensorBoard."""
-    for callback in getattr(run.trainer, "events", ()):
-        for tracker in callback.trackers if isinstance(callback, TrackerCallback) else ():
-            if tracker.name == "tensorboard":
-                for kind, of_kind in read.items():
-                    for name, summary in of_kind.items():
-                        if "mean" in summary:
-                            tracker.call(("tracker", "add_histogram_raw"), (), _raw(f"{kind}/{name}", summary, step))
+    for tracker in trackers_of(run):
+        if tracker.name == "tensorboard":
+            for kind, of_kind in read.items():
+                for name, summary in of_kind.items():
+                    if "mean" in summary:
+                        tracker.call(("tracker", "add_histogram_raw"), (), _raw(f"{kind}/{name}", summary, step))
 
 
 def _raw(tag: str, summary: Mapping[str, Any], step: int) -> dict[str, Any]:

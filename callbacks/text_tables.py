@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_lib.callbacks.trackers import TrackerCallback
+from trainer_lib.callbacks.trackers import trackers_of
 from trainer_lib.events import Run
 
 
@@ -31,10 +31,9 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def show_table(run: Run, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> bool:
     """Send a table to the run's trackers that support tables; return whether there is one."""
     shown = False
-    for callback in getattr(run.trainer, "events", ()):
-        for tracker in callback.trackers if isinstance(callback, TrackerCallback) else ():
-            if tracker.takes("log_table"):
-                data = [list(row) for row in rows]
-                tracker.log_table(name, columns=list(columns), data=data, step=run.state.step)
-                shown = True
+    for tracker in trackers_of(run):
+        if tracker.takes("log_table"):
+            data = [list(row) for row in rows]
+            tracker.log_table(name, columns=list(columns), data=data, step=run.state.step)
+            shown = True
     return shown

@@ -169,8 +169,8 @@ class TrackerCallback(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         # All trackers finish together, so that the waiting times of hanging ones overlap.
-        events = getattr(run.trainer, "events", [self])
-        callbacks = [callback for callback in events if isinstance(callback, TrackerCallback)]
+        unfiltered = [callback.unfiltered for callback in getattr(run.trainer, "events", [self])]
+        callbacks = [callback for callback in unfiltered if isinstance(callback, TrackerCallback)]
         for callback in callbacks:
             callback.upload_artifact(run)
         groups = [group for callback in callbacks if (group := callback.release(run)) is not None]
@@ -307,6 +307,14 @@ _CLASSES = {
         AimCallback,
     )
 }
+
+
+def trackers_of(run: Run) -> list[TrackerHandle]:
+    """Return the trackers of all callbacks of a run, those behind filters too."""
+    unfiltered = [callback.unfiltered for callback in getattr(run.trainer, "events", ())]
+    return [
+        tracker for callback in unfiltered if isinstance(callback, TrackerCallback) for tracker in callback.trackers
+    ]
 
 
 def callback_for(name: str) -> TrackerCallback:

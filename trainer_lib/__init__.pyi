@@ -62,6 +62,7 @@ from trainer_lib.trainer.arguments.training_arguments import TrainingArguments a
 from trainer_lib.trainer.data.mixing import MixedDataset as MixedDataset
 from trainer_lib.trainer.data.packing import PackedDataset as PackedDataset
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput as EvaluationOutput
+from trainer_lib.trainer.evaluation.prediction_results import load_predictions as load_predictions
 from trainer_lib.trainer.losses.loss_result import LossResult as LossResult
 from trainer_lib.trainer.optim.layerwise_lr import layerwise_learning_rates as layerwise_learning_rates
 from trainer_lib.trainer.optim.parameter_groups import ParameterGroup as ParameterGroup

@@ -37,6 +37,7 @@ from trainer_lib.callbacks import (
     MixupOrCutMix,
     NEFTune,
     SequenceLengthWarmup,
+    after,
 )
 from trainer_lib.callbacks.batch_rng import generator_of_batch
 from trainer_lib.events import Callback, Modifier, Run, RunState
@@ -568,6 +569,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: trained(Freeze("0.weigth", until=3)), "matches none .* Names like it: 0.weight"),
     (lambda: trained(Freeze("*", until=3)), "freezes all trained weights"),
     (lambda: trained(Freeze("0.*", until=3), Freeze("0.weight", until=5)), "Two callbacks freeze the same"),
+    (lambda: trained(after(2, Freeze("0.*", until=3)), Freeze("0.weight", until=5)), "Two callbacks freeze the same w"),
     (lambda: trained(GradualUnfreezing("3.*", "0.*", "0.weight")), "in an earlier stage"),
     (lambda: trained(GradualUnfreezing("head.*", "0.*")), "matches none"),
     (lambda: GradualUnfreezing("0.*"), r"at least two stages \(got 1\)"),

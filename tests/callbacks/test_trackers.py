@@ -15,9 +15,11 @@ from tests.worlds import run_world
 from trainer_lib import Callback, Run, Trainer, TrainingArguments
 from trainer_lib.callbacks import (
     MLflowCallback,
+    Predictions,
     TensorBoardCallback,
     TrackerCallback,
     WandbCallback,
+    after,
 )
 from trainer_lib.foundation.errors import ConfigurationError, MissingPackageError, SignatureError, UnsupportedError
 from trainer_lib.tracking import Patience, register_tracker_class
@@ -65,6 +67,17 @@ def test_a_tracker_gets_the_whole_run(tmp_path: Path) -> None:
     assert "model.safetensors" in names
     assert not any(name.startswith(("optimizer", "manifest", "random", "engine")) for name in names)
     assert records[-1] == {"finished": "finished"}
+
+
+def test_a_tracker_behind_a_filter_gets_tables_and_finishes(tmp_path: Path) -> None:
+    tracker, lines = callback(tmp_path / "taken", artifact="model"), TrackerCallback("jsonl")
+    model_trainer = trainer([after("2 steps", tracker), after("2 steps", lines), Predictions(2)], tmp_path / "runs")
+    model_trainer.fit()
+    records = taken(tmp_path / "taken")
+    assert [record for record in records if "artifact" in record]
+    assert records[-1] == {"finished": "finished"}
+    assert model_trainer.run.folder is not None
+    assert '"table": "predictions"' in (model_trainer.run.folder / "jsonl.jsonl").read_text()
 
 
 class SavesModel(Callback):

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.trainer.evaluated import Bench, Streamed, Texts, classify, dataset, expected, read, scores
 from tests.trainer.tasks import arguments
 from tests.worlds import run_world
-from trainer_lib import Trainer
+from trainer_lib import Trainer, load_predictions
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DistributedOperationException
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -99,7 +99,7 @@ class TestFolder:
             "predictions.json",
         ]
         np.testing.assert_array_equal(np.load(folder / "predictions-0.npy"), scores(9)[0])
-        loaded = Predictions.load(folder)
+        loaded = load_predictions(folder)
         assert isinstance(loaded.predictions, np.memmap)
         assert loaded.metrics == {"predict_loss": pytest.approx(expected(9)["eval_loss"], rel=1e-6)}
 

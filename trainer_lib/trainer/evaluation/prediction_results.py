@@ -57,6 +57,15 @@ class Predictions:
         return cls(predictions, labels, metrics, Path(folder))
 
 
+def load_predictions(folder: str | Path) -> Predictions:
+    """Return the predictions that `Trainer.predict(dataset, to=folder)` wrote. Arrays are memory-mapped.
+
+    Raises:
+        CheckpointError: If there are none, or they are incomplete.
+    """
+    return Predictions.load(folder)
+
+
 @frozen_dataclass(eq=False)
 class EvaluationPrediction:
     """The argument of `compute_metrics`: predictions and labels of all samples, in the order of the set.
