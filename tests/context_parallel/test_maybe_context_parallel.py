@@ -12,6 +12,7 @@ from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig
 from trainer_lib.accelerator.weighted_backward import WeightedLoss
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig
 from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
 
@@ -109,6 +110,58 @@ def test_a_model_of_transformers_takes_masks_of_whole_sequences() -> None:
     for config in (ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)):
         for found in run_world(llama_gradient, (config,)):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def _packed() -> Any:
+    """Compute packed documents, which position_ids show."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    positions = torch.cat([torch.arange(7), torch.arange(9)]).repeat(2, 1)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=9, use_cache=False, num_attention_heads=4, **sizes)), positions, {}
+
+
+def _with_image() -> Any:
+    """Compute tokens of an image, which attend to each other in both directions."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    image: dict[str, Any] = {"num_attention_heads": 2, "image_size": 14, "patch_size": 7}
+    tokens: dict[str, Any] = {"image_token_id": 8, "mm_tokens_per_image": 4}
+    config = Gemma3Config(
+        text_config={"vocab_size": 9, "use_cache": False, **sizes, **heads},
+        vision_config={**sizes, **image},
+        **tokens,
+    )
+    types = torch.zeros(2, 16, dtype=torch.int64)
+    types[:, 3:9] = 1
+    return Gemma3ForConditionalGeneration(config), torch.arange(16).repeat(2, 1), {"token_type_ids": types}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (_packed, "position_ids restart within a sequence, .* and maybe_context_parallel does not know them"),
+        (_with_image, r"some positions attend to others by their content \(blockwise_overlay\)"),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}], ids=str)
+def test_rules_of_transformers_that_need_whole_sequences_are_refused(
+    kind: Any, error: str, sizes: dict[str, Any]
+) -> None:
+    def run() -> None:
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+        model, positions, types = kind()
+        model = accelerator.prepare(model)
+        batch = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "position_ids": positions, **types}
+        buffers = list(batch.values())
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), set(buffers)):
+            model(**batch)
+
+    with pytest.raises(ProcessFailedError, match=error):
+        run_world(run, timeout=120)
 
 
 def modernbert_gradient(config: ParallelismConfig | None) -> Tensor:

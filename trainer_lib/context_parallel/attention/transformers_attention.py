@@ -1,17 +1,22 @@
 """The attention of transformers' models, computed over the ranks that hold parts of sequences."""
 
+import inspect
+from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.context_parallel.active import CutSequences
+from trainer_lib.context_parallel.documents import documents_of_positions
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.modules.module_kinds import is_transformers_model
 
 NAME = "context_parallel"
 _REPLACED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", NAME)
 _LAYERS = ("full_attention", "sliding_attention")
+_BLOCKS = ("blockwise_overlay", "chunked_overlay")  # functions of transformers
 _OPTIONS = ("softcap", "position_bias", "s_aux", "cache")
 
 
@@ -79,10 +84,50 @@ def attention_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: A
         from transformers.masking_utils import sdpa_mask
 
         return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    for function in _functions(kwargs.get("mask_function")):
+        _check_mask_function(function, sequences)
     if attention_mask is None:
         return None
     whole = sequences.whole_mask(attention_mask)
     return None if bool(whole.all()) else whole
+
+
+def _functions(mask_function: Any) -> Iterator[FunctionType]:
+    """Yield the functions that a rule of transformers is made of."""
+    if isinstance(mask_function, FunctionType):
+        yield mask_function
+        for value in _captured(mask_function).values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                yield from _functions(inner)
+
+
+def _captured(function: FunctionType) -> Mapping[str, Any]:
+    return inspect.getclosurevars(function).nonlocals
+
+
+def _check_mask_function(function: FunctionType, sequences: CutSequences) -> None:
+    """Raise for a rule that depends on what a rank knows of its own part only."""
+    name, captured = function.__qualname__.split(".")[0], _captured(function)
+    is_own = function.__module__ != "transformers.masking_utils" and any(
+        isinstance(value, Tensor) for value in captured.values()
+    )
+    if is_own or name in _BLOCKS:
+        raise UnsupportedError(
+            f"The model lets some positions attend to others by their content ({name}), as with images or prefixes in "
+            "both directions, and context parallelism does not cut that. Set cp_size and sp_size to 1."
+        )
+    documents = captured.get("packed_sequence_mask")
+    if documents is not None and sequences.documents is None:
+        layout = sequences.ranks.layout
+        positions = layout.positions(documents.shape[1] * layout.size, device=documents.device)
+        differ = documents != documents_of_positions(positions.unsqueeze(0))  # of which a cut begins one too
+        real = positions < (positions.numel() * layout.size if sequences.real_length is None else sequences.real_length)
+        if bool((differ & real).any()):
+            raise UnsupportedError(
+                "position_ids restart within a sequence, so that the model keeps packed documents apart, and "
+                "maybe_context_parallel does not know them. Use a Trainer, or a loader of "
+                "deepspeed_ulysses_dl_adapter, which do; or give position_ids that count on."
+            )
 
 
 def attention_forward(
