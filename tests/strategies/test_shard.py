@@ -139,3 +139,51 @@ def test_forwards_are_in_lockstep_only_where_there_are_other_ranks() -> None:
         return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).strategy.is_in_lockstep
 
     assert [run_world(body, num_processes=size) for size in (1, 2)] == [[False], [True, True]]
+
+
+class Widened(nn.Module):
+    """A layer that returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 9)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs)[..., :8]
+
+
+class ChangedInPlace(nn.Module):
+    """Layers whose outputs are views that the model changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Widened(), Widened()])
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            inputs = layer(inputs)
+            inputs += 1
+        return {"scores": inputs[:, :3]}
+
+
+@pytest.mark.parametrize("wrapped", [[], ["Widened"]])
+def test_outputs_that_are_views_may_be_changed_in_place(wrapped: list[str]) -> None:
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+    def gradients(sharded: bool) -> list[torch.Tensor]:
+        plugin = FullyShardedDataParallelPlugin(
+            auto_wrap_policy=None if wrapped else "no_wrap", transformer_cls_names_to_wrap=wrapped or None
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin if sharded else None)
+        model = accelerator.prepare(ChangedInPlace())
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        scores = model(inputs[rank::ranks])["scores"]
+        scores /= 2
+        accelerator.backward(scores.logsumexp(dim=1).mean())
+        whole: list[Any] = [parameter.grad for parameter in model.parameters()]
+        return [gradient.full_tensor() if sharded else gradient for gradient in whole]
+
+    expected = run_world(gradients, (False,), 1)[0]
+    for actual in run_world(gradients, (True,), 2):
+        toy.assert_same(actual, expected, rtol=1e-4)

@@ -169,6 +169,27 @@ def test_the_check_has_no_side_effects(accumulation: int) -> None:
         assert torch.equal(actual, expected)
 
 
+def test_the_check_hides_changes_in_place_from_the_update() -> None:
+    """Scores divided by a temperature in place, and labels that are masked in place."""
+    temperature = 2.0
+
+    def in_place(outputs: Tensor, targets: Tensor) -> Tensor:
+        outputs /= temperature
+        targets[targets == 0] = -100
+        return cross_entropy(outputs, targets)
+
+    def out_of_place(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs / temperature, targets.masked_fill(targets == 0, -100))
+
+    def losses(loss_fn: Any) -> list[float]:
+        data = [{"input": row, "labels": label} for row, label in zip(*samples(16), strict=True)]
+        return train(
+            Trainer(network(), arguments(gradient_accumulation_steps=2), train_dataset=data, loss_fn=loss_fn)
+        ).losses
+
+    assert losses(in_place) == losses(out_of_place)
+
+
 def test_token_labels_of_other_models_are_not_masked(caplog: pytest.LogCaptureFixture) -> None:
     """A model outside of transformers may not ignore -100."""
 

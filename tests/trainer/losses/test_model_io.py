@@ -17,7 +17,7 @@ from tests.worlds import run_world
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
-from trainer_lib.trainer.losses.model_io import count_items, loss_of, predictions_of, split, targets_of
+from trainer_lib.trainer.losses.model_io import check_names, count_items, loss_of, predictions_of, split, targets_of
 
 ROWS = 7
 GENERATOR = torch.Generator().manual_seed(1)
@@ -371,3 +371,16 @@ def test_predictions_of_several_values_keep_their_names() -> None:
     outputs = {"loss": LOSS, "start_logits": INPUTS, "end_logits": IDS}
     assert list(predictions_of(outputs)) == ["start_logits", "end_logits"]
     assert predictions_of((LOSS, INPUTS, IDS)) == (INPUTS, IDS)
+
+
+def test_a_field_with_a_name_like_one_that_the_model_takes_is_to_be_renamed() -> None:
+    class Labeled(nn.Module):
+        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+            return inputs, labels
+
+    with pytest.raises(
+        ConfigurationError, match=r"Did you mean 'labels'\? Rename the column \(rename_column\)\. If not"
+    ):
+        check_names(Labeled(), {"inputs": INPUTS, "label": TARGETS})
+    with pytest.raises(ConfigurationError, match=r"It takes: inputs, labels\. Remove these columns"):
+        check_names(Labeled(), {"inputs": INPUTS, "speaker": TARGETS})

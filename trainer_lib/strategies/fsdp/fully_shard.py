@@ -18,6 +18,7 @@ from trainer_lib.process_group import ProcessGroup
 from trainer_lib.strategies.fsdp import materialize
 from trainer_lib.strategies.fsdp.float8_gather import Float8Gather
 from trainer_lib.strategies.fsdp.replicated_params import ReplicatedParameters
+from trainer_lib.strategies.fsdp.unaliased import unalias_outputs
 from trainer_lib.strategies.fsdp.unused_parameters import UnusedParameters
 from trainer_lib.strategies.fsdp.wrap_policy import ignored_modules, modules_to_wrap
 from trainer_lib.strategies.validate import check_has_whole_weights
@@ -211,6 +212,8 @@ def _sharded(
 ) -> "list[FSDPModule]":
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    for module in (*inner, model):
+        unalias_outputs(module)
     reshard = plugin.reshard_after_forward
     # Inner modules first: each one takes the parameters that no other has taken.
     blocks = [fully_shard(m, reshard_after_forward=reshard, **arguments) for m in reversed(inner)][::-1]

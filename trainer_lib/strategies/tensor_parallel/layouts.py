@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.foundation.tensors.local_shards import laid_out
 from trainer_lib.foundation.tensors.pytree import map_tensors
+from trainer_lib.strategies.fsdp.unaliased import unaliased
 from trainer_lib.strategies.tensor_parallel.styles import HEADS, LOGITS, PARTIAL, SEQUENCE, SPLIT, WHOLE, Style
 
 if TYPE_CHECKING:
@@ -112,28 +113,6 @@ def local_part(value: Any, gradient: str | None = None) -> Tensor:
     from torch.distributed.tensor import Partial
 
     return value.to_local(grad_placements=[Partial()] if gradient == PARTIAL else None)
-
-
-def unaliased(value: Tensor) -> Tensor:
-    """Return the same values as a tensor that is no view: FSDP2's hooks do not follow in-place changes of views."""
-    if torch.compiler.is_compiling() or not value._is_view():  # in a graph nothing is a view
-        return value
-    return _Unaliased.apply(value)  # type: ignore[return-value]
-
-
-class _Unaliased(torch.autograd.Function):
-    """Returns the same values with memory of the same address, in a tensor that is no view."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        del ctx
-        alias: Any = torch.empty(0, dtype=value.dtype, device=value.device)
-        return alias.set_(value.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        del ctx
-        return gradient
 
 
 def _placement(layout: str, value: Tensor) -> "Placement":

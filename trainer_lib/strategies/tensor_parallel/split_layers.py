@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trainer_lib.modules.weights.tensor_slots import parameter_slots
+from trainer_lib.strategies.fsdp.unaliased import unaliased
 from trainer_lib.strategies.tensor_parallel import experts
 from trainer_lib.strategies.tensor_parallel.layouts import (
     convert_input,
@@ -23,7 +24,6 @@ from trainer_lib.strategies.tensor_parallel.layouts import (
     converted,
     final_layout,
     local_part,
-    unaliased,
 )
 from trainer_lib.strategies.tensor_parallel.styles import LOGITS, PARTIAL, SPLIT, WHOLE, Style, features, is_conv1d
 

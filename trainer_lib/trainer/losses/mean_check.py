@@ -16,6 +16,7 @@ from trainer_lib.foundation.tensors.batch_fields import (
     targets_of,
     with_targets,
 )
+from trainer_lib.foundation.tensors.pytree import map_tensors
 from trainer_lib.logging import get_logger
 from trainer_lib.memory.executable_batch_size import is_out_of_memory
 from trainer_lib.trainer.data.batch_rows import count_rows, take_rows
@@ -138,7 +139,8 @@ class MeanCheck:
         if self._is_due():
 
             def loss_of(part: Any) -> Any:
-                loss = mean(*part)
+                of_batch, *compared = part
+                loss = mean(of_batch, *map_tensors(torch.clone, compared))  # which it may change in place
                 # A LossResult has its own weight, so there is nothing to check.
                 return math.nan if isinstance(loss, LossResult) else loss
 

@@ -158,9 +158,11 @@ def check_names(model: nn.Module, batch: Any) -> None:
             "compute_loss(model, batch)."
         )
     if extra:
+        meant = did_you_mean(extra[0], known)
+        advice = f"{meant} Rename the column (rename_column). If not, remove" if meant else " Remove"
         raise ConfigurationError(
             f"The batch has {', '.join(map(repr, extra))}, which {forward} does not take. It takes: "
-            f"{', '.join(known)}.{did_you_mean(extra[0], known)} Remove these columns from the dataset "
+            f"{', '.join(known)}.{advice} these columns from the dataset "
             "(remove_columns), give TrainingArguments(remove_unused_columns=True), or override "
             "compute_loss(model, batch)."
         )
