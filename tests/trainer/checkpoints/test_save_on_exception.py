@@ -204,6 +204,11 @@ def test_an_error_in_the_last_evaluation_loses_no_update(tmp_path: Path) -> None
 
     fit(tmp_path, points(), eval_every=100, compute_metrics=measure)
     assert saved(tmp_path) == [15]
+    fit(tmp_path, points(), "auto", eval_every=100, compute_metrics=lambda _: {"score": 2.0})
+    (folder,) = tmp_path.glob("*/checkpoints/*")
+    manifest = read_manifest(folder)
+    assert manifest.metrics["eval_score"] == 2.0
+    assert "end" in manifest.reasons
 
 
 class Halfway(Callback):
