@@ -24,7 +24,7 @@ class Actions:
         evaluations: Evaluates.
         end: Interrupts the run.
         owed: What an interrupted run owes to its last step.
-        was_interrupted: Whether the run resumes from the checkpoint of an interruption.
+        was_unfinished: Whether the run resumes from a checkpoint that it did not save at its end.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Actions:
         evaluations: FitEvaluations,
         end: FitEnd,
         owed: OwedRequests,
-        was_interrupted: bool,
+        was_unfinished: bool,
     ) -> None:
         self._context, self._run, self._group = context, context.run, context.group
         self._triggers, self._saver, self._saving, self._log = triggers, saver, saving, log
         self._evaluations, self._end, self._owed = evaluations, end, owed
-        self._was_interrupted = was_interrupted
+        self._was_unfinished = was_unfinished
         self._is_alone = context.group.size == 1  # requests of several ranks travel with their gradients
         self._is_stopped = False
 
@@ -100,7 +100,7 @@ class Actions:
         context, control = self._context, self._run.control
         if self._end.agreed_interruption() is not None:
             control.agree("interrupt")
-        if self._owed.requests or (self.is_over and self._was_interrupted):
+        if self._owed.requests or (self.is_over and self._was_unfinished):
             self._saver.forget_step()  # which was saved before the owed evaluation
         possible = {"save": context.folder is not None, "stop": True}
         for name, reason in self._owed.requests.items():

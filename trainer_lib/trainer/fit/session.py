@@ -185,7 +185,7 @@ class FitSession:
             evaluations=self.evaluations,
             end=self.end,
             owed=self.owed,
-            was_interrupted=self.part.loaded.get("status") == "interrupted",
+            was_unfinished=self.part.loaded.get("status") in ("interrupted", "running"),
         )
         return kind(
             self.context,
