@@ -26,6 +26,8 @@ def test_commands_reach_all_machines(gcloud: Path) -> None:
         *("compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "us-central1-a"),
         *("--command", "cd /usr/share; echo it's; ls $HOME", "--worker", "all"),
     ]
+    assert main(["tpu-config", *PLACE, "--command", "pip install .", "ls"]) == 3  # as Accelerate's pages do
+    assert "cd /usr/share; pip install .; ls" in gcloud.read_text().splitlines()
     with pytest.raises(SystemExit, match="3"):
         tpu_command_launcher(tpu_command_parser().parse_args([*PLACE, "--command", "a"]))
 

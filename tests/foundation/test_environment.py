@@ -214,6 +214,8 @@ def test_ways_to_say_no(text: str) -> None:
 def test_neither_yes_nor_no() -> None:
     with pytest.raises(ConfigurationError, match=r"'maybe' is neither yes nor no. Known: 0, 1, f, false"):
         str_to_bool("maybe")
+    with patch_environment(flag="2"), pytest.raises(ConfigurationError, match=r"^FLAG='2' is neither yes nor no\."):
+        parse_flag_from_env("FLAG")
 
 
 def test_values_in_variables() -> None:

@@ -67,7 +67,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _gcloud(args: argparse.Namespace) -> list[str]:
     values = _values(args)
-    commands = [" ".join(words) for words in args.command or []]
+    # Words of one command, or several commands in quotes.
+    given = [words if " " in words[0] else [" ".join(words)] for words in args.command or []]
+    commands = [command for group in given for command in group]
     if not commands and values.get("command_file"):
         commands = _lines(values["command_file"])
     commands = commands or list(values.get("commands") or [])

@@ -81,7 +81,11 @@ def get_int_from_env(env_keys: list[str] | tuple[str, ...], default: int) -> int
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """Return the yes or no in the variable `key`, or `default`."""
-    return bool(str_to_bool(os.environ[key])) if os.environ.get(key) else default
+    value = os.environ.get(key)
+    try:
+        return bool(str_to_bool(value)) if value else default
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{key}={error}") from None
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
@@ -242,8 +246,7 @@ def dynamo_setting(name: str) -> str | None:
 
 def dynamo_flag(name: str) -> bool | None:
     """The launcher's flag for torch.compile: `USE_FULLGRAPH`, `USE_DYNAMIC` and others."""
-    value = dynamo_setting(name)
-    return None if value is None else bool(str_to_bool(value))
+    return None if dynamo_setting(name) is None else parse_flag_from_env(f"ACCELERATE_DYNAMO_{name}")
 
 
 def log_level_requested() -> str | None:
