@@ -61,7 +61,9 @@ class Webhook(Callback):
         check_positive("timeout", timeout)
         self.url, self.events, self.timeout = url, tuple(names), float(timeout)
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._queue: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[bytes | None] | None = (
+            None  # while a run sends, so that search() can copy the callback
+        )
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._has_warned = False
@@ -89,7 +91,7 @@ class Webhook(Callback):
         if self._thread is not None:
             self._put(None)
             self._thread.join(self.timeout)
-        self._thread = None
+        self._queue = self._thread = None
 
     def _post(self, run: Run, event: str, metrics: Mapping[str, float] | None = None) -> None:
         if event not in self.events or not run.is_main_process:
@@ -105,6 +107,7 @@ class Webhook(Callback):
         self._put(json.dumps(self.message(facts)).encode())
 
     def _put(self, body: bytes | None) -> None:
+        assert self._queue is not None
         try:
             self._queue.put_nowait(body)
         except queue.Full:

@@ -26,7 +26,7 @@ class SystemMonitor(Callback):
     order = -100  # before the callbacks that show the log
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
+        self._process: psutil.Process | None = None  # while a run trains, so that search() can copy the callback
 
     def on_fit_begin(self, run: Run) -> None:
         del run
@@ -34,27 +34,33 @@ class SystemMonitor(Callback):
         psutil.cpu_percent()  # starts the measurement
         self._process.cpu_percent()
 
+    def on_fit_end(self, run: Run) -> None:
+        del run
+        self._process = None
+
     def on_log(self, run: Run, values: dict[str, float]) -> None:
+        process = self._process or psutil.Process()
         metrics = {
             "cpu_percent": psutil.cpu_percent(),
             "memory_percent": psutil.virtual_memory().percent,
-            "process_cpu_percent": self._process.cpu_percent(),
-            "process_memory_gb": self._process.memory_info().rss / 1e9,
-            **self._workers(),
+            "process_cpu_percent": process.cpu_percent(),
+            "process_memory_gb": process.memory_info().rss / 1e9,
+            **_workers(process),
         }
         device = None if run.accelerator is None else run.accelerator.device
         if device is not None:
             metrics |= _of_device(device)
         values.update({f"system/{name}": value for name, value in metrics.items()})
 
-    def _workers(self) -> dict[str, float]:
-        sizes = list[float]()
-        for child in self._process.children(recursive=True):
-            try:
-                sizes.append(child.memory_info().rss / 1e9)
-            except psutil.Error:  # the worker has just exited
-                continue
-        return {"workers_memory_gb": sum(sizes)} if sizes else {}
+
+def _workers(process: psutil.Process) -> dict[str, float]:
+    sizes = list[float]()
+    for child in process.children(recursive=True):
+        try:
+            sizes.append(child.memory_info().rss / 1e9)
+        except psutil.Error:  # the worker has just exited
+            continue
+    return {"workers_memory_gb": sum(sizes)} if sizes else {}
 
 
 def _of_device(device: torch.device) -> dict[str, float]:

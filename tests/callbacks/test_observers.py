@@ -1,5 +1,6 @@
 """Tests of observers: gradient norms, system metrics, timing, tables, FLOPs."""
 
+import copy
 import csv
 import io
 import logging
@@ -33,6 +34,7 @@ from trainer_lib.callbacks import (
     SampleLosses,
     SystemMonitor,
     Timer,
+    Webhook,
     every,
     samples_of_step,
 )
@@ -42,6 +44,14 @@ from trainer_lib.callbacks.trackers import TrackerCallback
 from trainer_lib.events import Callback, Run, RunState
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.base import GeneralTracker
+
+
+@pytest.mark.parametrize("make", [SystemMonitor, lambda: Webhook("http://127.0.0.1:9", timeout=0.1)])
+def test_what_a_run_holds_does_not_keep_search_from_copying_a_callback(make: Any) -> None:
+    callback = make()
+    copy.deepcopy(callback)
+    trained(callback)
+    copy.deepcopy(callback)
 
 
 @pytest.mark.parametrize(
