@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class CsvLog(Callback):
 
     def __init__(self, path: str | Path) -> None:
         self.path: Path = log_file(path, "CsvLog")
-        self._columns = list[str]()
+        self._columns, self._resumed_at = list[str](), -1
         self._waiting: deque[dict[str, Any]] = deque(maxlen=_WAITING)
         self._instead: list[dict[str, str]] | None = None  # the rows that are to replace those of the file
         self._writes = LogWrites("rows")
@@ -48,6 +48,7 @@ class CsvLog(Callback):
         if not run.is_main_process:
             return
         self._columns = list(_PROGRESS)
+        self._resumed_at = run.state.step or -1
         if run.state.step:
             self._keep_up_to(run.state.step)
             return
@@ -66,6 +67,8 @@ class CsvLog(Callback):
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.state.status == "running":
+            if run.state.step == self._resumed_at:
+                self._remove_earlier(run.state.step, metrics)
             self._add(run, metrics)
 
     def _add(self, run: Run, values: Mapping[str, Any]) -> None:
@@ -105,6 +108,13 @@ class CsvLog(Callback):
         rows = [row for row in self._rows() if row["step"].isdigit() and int(row["step"]) <= step]
         self._instead: list[dict[str, str]] | None = rows
         self._flush()
+
+    def _remove_earlier(self, step: int, names: Collection[str]) -> None:
+        """Remove the row of an evaluation that the checkpoint owed, if a program that was killed has made it too."""
+        rows = self._rows()
+        kept = [row for row in rows if row["step"] != str(step) or not all(row.get(name) for name in names)]
+        if len(kept) < len(rows):
+            self._instead = kept
 
     def _rows(self) -> list[dict[str, str]]:
         """Return the complete rows of the file, and take over its columns."""

@@ -6,7 +6,7 @@ import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from trainer_lib.runs.run_environment import memory_in_use
 
 # A resumed run keeps these lines even after the step it resumes from.
 _KEPT_EVENTS = ("started", "resumed", "ended", "died", "went_back")
+_REPEATED_EVENTS = ("evaluation", "best")  # that a checkpoint may owe to a resumed run
 _PROGRESS = ("step", "epoch", "samples", "seconds")
 
 _LONGEST_TRACEBACK = 20_000  # characters
@@ -51,7 +52,7 @@ class JsonlLog(Callback):
         self.path: Path = log_file(path, "JsonlLog")
         self._error: str | None = None
         self._traceback: str | None = None
-        self._is_training = False
+        self._is_training, self._resumed_at = False, -1
         self._waiting: deque[str] = deque(maxlen=_WAITING)
         self._instead: list[str] | None = None  # the lines that are to replace those of the file
         self._writes = LogWrites("lines")
@@ -60,6 +61,7 @@ class JsonlLog(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         self._error, self._traceback, self._is_training = None, None, True
+        self._resumed_at = -1
         if not run.is_main_process:
             return
         if run.state.step:
@@ -111,6 +113,7 @@ class JsonlLog(Callback):
 
     def _resume(self, run: Run) -> None:
         """Remove the lines after the step the run resumes from, and record the resume."""
+        self._resumed_at = run.state.step
         last_entries, added = _entries_since_last_start([entry for _, entry in self._lines()]), list[str]()
         if last_entries and not any(entry.get("event") == "ended" for entry in last_entries):
             last = max(last_entries, key=lambda entry: entry["step"])
@@ -127,6 +130,17 @@ class JsonlLog(Callback):
         self._instead: list[str] | None = [*kept, *added]
         self._waiting.clear()
 
+    def _remove_earlier(self, event: str, step: int, names: KeysView[str]) -> None:
+        """Remove the line of an evaluation that the checkpoint owed, if a program that was killed has made it too."""
+
+        def is_earlier(entry: dict[str, Any]) -> bool:
+            return (entry.get("event"), entry["step"]) == (event, step) and entry.keys() >= names
+
+        lines = self._lines()
+        kept = [line for line, entry in lines if not is_earlier(entry)]
+        if len(kept) < len(lines):
+            self._instead = kept
+
     def _lines(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the complete lines, each with its parsed entry."""
         if self._instead is not None:
@@ -142,6 +156,8 @@ class JsonlLog(Callback):
         if not run.is_main_process:
             return
         state = run.state
+        if self._is_training and state.step == self._resumed_at and event in _REPEATED_EVENTS:
+            self._remove_earlier(event, state.step, values.keys())
         current = {"step": state.step, "epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
         header: dict[str, Any] = {"event": event, **current, **(progress or {})}
         header |= {"seconds": round(header["seconds"], 3), "time": round(time.time(), 3)}

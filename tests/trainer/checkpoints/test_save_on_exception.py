@@ -1,5 +1,7 @@
 """An error between two updates loses no update: the state after the last update is saved and resumes bit for bit."""
 
+import csv
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tests.trainer.checkpoints.test_resume import OPTIONS, outcome
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import PartialState
-from trainer_lib.callbacks import EarlyStopping
+from trainer_lib.callbacks import CsvLog, EarlyStopping
 from trainer_lib.checkpointing.format.manifest import read_manifest
 from trainer_lib.events import Callback, Modifier, Run
 from trainer_lib.launchers import ProcessFailedError
@@ -139,6 +141,31 @@ def test_an_evaluation_and_a_log_of_which_a_callback_raised_are_in_the_history_o
     assert isinstance(raising("parts", raises=True), ArithmeticError)
     assert saved(tmp_path / "parts") == [step]
     assert raising("parts", "auto") == whole
+
+
+def test_an_evaluation_that_is_made_in_two_resumed_programs_is_in_the_logs_once(tmp_path: Path) -> None:
+    class Fails(Modifier):
+        def on_step_begin(self, run: Run) -> None:
+            raise ArithmeticError
+
+    def measure(predictions: Any) -> dict[str, float]:
+        raise ArithmeticError
+
+    def score(predictions: Any) -> dict[str, float]:
+        return {"score": 2.0}
+
+    table = tmp_path / "history.csv"
+    options: dict[str, Any] = {"eval_every": 4, "log_every": 2}
+    fit(tmp_path, points(), callbacks=[CsvLog(table)], compute_metrics=measure, **options)
+    fit(tmp_path, points(), "auto", callbacks=[CsvLog(table), Fails()], compute_metrics=score, **options)
+    fit(tmp_path, points(), "auto", callbacks=[CsvLog(table)], compute_metrics=score, **options)
+    (history,) = tmp_path.glob("*/history.jsonl")
+    entries = [json.loads(line) for line in history.read_text().splitlines()]
+    for event in ("evaluation", "best"):
+        assert [entry["step"] for entry in entries if entry["event"] == event].count(4) == 1
+    with table.open(newline="") as file:
+        scores = [int(row["step"]) for row in csv.DictReader(file) if row["eval_score"]]
+    assert scores == [4, 8, 12, 15]
 
 
 def test_the_log_of_a_run_that_resumes_at_its_end_has_the_norm_of_the_gradients(tmp_path: Path) -> None:
