@@ -67,6 +67,8 @@ class CsvLog(Callback):
 
     def on_evaluate_end(self, run: Run, metrics: dict[str, float]) -> None:
         if run.state.status == "running":
+            if run.state.step == self._resumed_at:
+                self._remove_earlier(run.state.step, metrics)
             self._add(run, metrics)
 
     def _add(self, run: Run, values: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from trainer_lib.runs.run_environment import memory_in_use
 
 # A resumed run keeps these lines even after the step it resumes from.
 _KEPT_EVENTS = ("started", "resumed", "ended", "died", "went_back")
-_REPEATED_EVENTS = ("log", "evaluation", "best")  # that a checkpoint may owe to a resumed run
+_REPEATED_EVENTS = ("evaluation", "best")  # that a checkpoint may owe to a resumed run
 _PROGRESS = ("step", "epoch", "samples", "seconds")
 
 _LONGEST_TRACEBACK = 20_000  # characters
