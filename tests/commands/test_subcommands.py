@@ -121,6 +121,9 @@ def test_a_configuration_of_fsdp1_is_converted(tmp_path: Path, capsys: pytest.Ca
     options = yaml.safe_load(converted.read_text())["fsdp_config"]
     assert (options["fsdp_version"], options["fsdp_reshard_after_forward"]) == (2, True)
     assert "fsdp_backward_prefetch" not in options
+    capsys.readouterr()
+    assert main(["to-fsdp2", "--config_file", str(converted), "--overwrite"]) == 0
+    assert capsys.readouterr().out == f"{converted} has no options of FSDP1: {converted} has the same options.\n"
     assert main(["to-fsdp2", "--config_file", str(tmp_path / "gone.yaml"), "--overwrite"]) == 2
     assert "There is no configuration file" in capsys.readouterr().err
     assert main(["to-fsdp2", "--overwrite"]) == 2

@@ -115,10 +115,14 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     file = Path(args.config_file if args.output_file is None else args.output_file)
     if file.exists() and not args.overwrite:
         raise ConfigurationError(f"The output file {file} exists. Give another --output_file, or --overwrite.")
-    converted = convert_config_to_fsdp2(load_config(args.config_file))
+    config = load_config(args.config_file)
+    converted = convert_config_to_fsdp2(config)
     with writing(file):
         write_text(file, yaml.safe_dump(converted))
-    print(f"The configuration for FSDP2 is in {file}.")
+    if converted is config:
+        print(f"{args.config_file} has no options of FSDP1: {file} has the same options.")
+    else:
+        print(f"The configuration for FSDP2 is in {file}.")
 
 
 if __name__ == "__main__":
