@@ -66,6 +66,11 @@ class SampleLosses(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         self._seen, self._waiting, self._has_outputs = {}, [], False
+        if run.accelerator is not None and run.accelerator.sequence_split.ranks is not None:
+            raise ConfigurationError(
+                "SampleLosses needs the loss of whole samples, of which a rank has parts with cp_size or sp_size. "
+                "Leave it out, or set both to 1."
+            )
         loss_fn = getattr(run.trainer, "loss_fn", None)
         if self._losses is None and loss_fn is not None:
             self._compare = unreduced(loss_fn)

@@ -276,7 +276,12 @@ def evaluation_output(
         outputs, value = loss.evaluate(model, batch, keeps_outputs)
         if value is not None:
             return _output(trainer, batch, value, labels)
-        return EvaluationOutput(predictions=predictions_of(outputs), labels=labels, ignored_label=loss.ignored_label)
+        return EvaluationOutput(
+            predictions=predictions_of(outputs),
+            labels=labels,
+            ignored_label=loss.ignored_label,
+            shifted_labels=loss.shifted_labels(batch, labels),
+        )
     with trainer.parts.means.apart(batch) as logged:
         if trainer.args.predict_with_generate:
             output = _generated(trainer, model, batch)
@@ -300,6 +305,7 @@ def _output(trainer: TrainerInterface, batch: Any, value: Any, labels: Any) -> E
         labels=labels,
         ignored_label=loss.ignored_label,
         logged=logged,
+        shifted_labels=loss.shifted_labels(batch, labels),
     )
 
 

@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tests.trainer.fit.meshes import OF_SEQUENCES
 from tests.worlds import run_world
 from trainer_lib import Accelerator, ParallelismConfig, Trainer, TrainingArguments
-from trainer_lib.callbacks import SAM, LabelSmoothing
+from trainer_lib.callbacks import SAM, LabelSmoothing, SampleLosses
 from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
+from trainer_lib.launchers import ProcessFailedError
 from trainer_lib.options.parallel.pipeline_options import TorchPipelineParallelConfig
 from trainer_lib.options.parallel.sequence_options import TorchContextParallelConfig
 from trainer_lib.options.parallel.tensor_parallel_options import TorchTensorParallelConfig
@@ -32,7 +33,7 @@ class Losses(Callback):
         self.logs: list[tuple[float, float]] = []
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        self.logs.append((values["loss"], values["grad_norm"]))
+        self.logs.append((values["loss"], values.get("accuracy", values["grad_norm"])))
 
 
 class Attention(nn.Module):
@@ -146,6 +147,21 @@ def test_a_plain_model_trains_on_parts_as_on_whole_sequences() -> None:
 
 def test_sam_climbs_and_descends_on_parts_as_on_whole_sequences() -> None:
     check(plain, 2, {"cp_size": 2}, max_steps=3, callbacks=[partial(SAM, 0.5)])
+
+
+@pytest.mark.parametrize("model", [plain, llama])
+def test_training_metrics_are_those_of_whole_sequences(model: Any) -> None:
+    check(partial(model, train_metrics=["accuracy"]), 2, {"cp_size": 2})
+
+
+def test_what_needs_whole_samples_is_refused() -> None:
+    def rows(predictions: Any, labels: Any) -> Any:
+        return (predictions.argmax(1) == labels).float().mean(1)
+
+    config = ParallelismConfig(cp_size=2)
+    for options, callbacks in (({"train_metrics": {"hits": rows}}, []), ({}, [SampleLosses])):
+        with pytest.raises(ProcessFailedError, match=r"of which a rank has parts with cp_size or sp_size"):
+            run_world(partial(trained, plain(**options), config, callbacks=callbacks), num_processes=2)
 
 
 def test_a_plain_model_trains_on_parts_of_sequences_and_of_matrices() -> None:

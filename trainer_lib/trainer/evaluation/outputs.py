@@ -28,6 +28,8 @@ class EvaluationOutput:
         padding: What the rows of `predictions` are padded with, where batches have rows of different sizes.
         ignored_label: The label that built-in metrics leave out.
         logged: Sums and weights by name of what the step logged, which become metrics. The trainer fills it in.
+        shifted_labels: The labels, if the model's loss compares each prediction with the label of the next position,
+            as in causal language models. Built-in metrics do so too, unless `labels` was replaced.
     """
 
     loss_sum: Tensor | None = None
@@ -37,6 +39,7 @@ class EvaluationOutput:
     padding: int = IGNORE_INDEX
     ignored_label: int = IGNORE_INDEX
     logged: Mapping[str, tuple[float | Tensor, float | Tensor]] | None = None
+    shifted_labels: Any = None
 
 
 class Metric(ABC):

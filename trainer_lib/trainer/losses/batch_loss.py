@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from trainer_lib.accelerator import Accelerator
 from trainer_lib.events import Dispatcher, Run
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.tensors.batch_fields import SHIFTED_LABELS, as_mapping
 from trainer_lib.logging import get_logger
 from trainer_lib.state.accumulation_window import sum_from_mean
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
@@ -19,6 +20,9 @@ from trainer_lib.trainer.losses.mean_check import MeanCheck
 from trainer_lib.trainer.losses.model_io import is_scalar, targets_of
 from trainer_lib.trainer.losses.objectives import LossFunction, ModelLoss, Objective
 from trainer_lib.trainer.overridable import is_overridden
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.losses.label_shift import LabelShift
 
 _logger = get_logger(__name__)
 
@@ -36,6 +40,11 @@ class LossMethods(Protocol):
     @property
     def unwrapped_model(self) -> nn.Module:
         """The user's model."""
+        ...
+
+    @functools.cached_property
+    def label_shift(self) -> "LabelShift":
+        """Whether the model compares each position with the label of the next."""
         ...
 
     def compute_loss(self, model: Any, batch: Any) -> Any:
@@ -91,6 +100,16 @@ class BatchLoss:
 
         bare, ranks = self._trainer.unwrapped_model, self._trainer.accelerator.group.size
         return averages_boxes(bare) and not (ranks > 1 and reduces_counts(bare))
+
+    def shifted_labels(self, batch: Any, labels: Any) -> Any:
+        """Return the labels if the model's loss compares each prediction with the next label, else `None`."""
+        from trainer_lib.trainer.losses.label_shift import has_token_labels
+
+        is_shifted_already = self._trainer.loss_fn is not None or SHIFTED_LABELS in (as_mapping(batch) or ())
+        if is_shifted_already or not has_token_labels(labels):
+            return None
+        shift = self._trainer.label_shift
+        return labels if (shift.answer if shift.is_known else shift(batch)) else None
 
     def forget(self) -> None:
         """Forget what was made from the loss function and the model; the next batch uses those that there are then."""

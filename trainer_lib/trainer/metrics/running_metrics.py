@@ -346,6 +346,8 @@ def _tensors(name: str, output: EvaluationOutput) -> tuple[Tensor, Tensor]:
             f"The metric {name!r} needs tensors (got predictions of type {type(predictions).__name__} and labels of "
             f"type {type(labels).__name__}). Give a function of predictions and labels, or a dataset with labels."
         )
+    if output.shifted_labels is labels and predictions.shape[:2] == labels.shape:
+        return predictions[:, :-1], labels[:, 1:]
     return predictions, labels
 
 

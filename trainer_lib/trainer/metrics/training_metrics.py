@@ -38,6 +38,12 @@ class TrainingMetrics(Callback):
     def on_fit_begin(self, run: Run) -> None:
         """Reset the metrics on the device of the batches."""
         means = run.trainer.parts.means
+        functions = [metric.name for metric in self._metrics if isinstance(metric, FunctionMetric)]
+        if functions and run.accelerator.sequence_split.ranks is not None:
+            raise ConfigurationError(
+                f"train_metrics: the function {functions[0]!r} measures rows, of which a rank has parts with cp_size "
+                "or sp_size. Give it as metrics=…, for evaluations, which have whole rows, or set both to 1."
+            )
         for metric in self._metrics:
             metric.begin(run.accelerator.device)
             if isinstance(metric, MeanMetric):
@@ -54,13 +60,16 @@ class TrainingMetrics(Callback):
                 "train_metrics: the training step returned no outputs, so there is nothing to measure."
             )
             return
-        labels = targets_of(run.batch, run.args.label_names)
+        loss = run.trainer.parts.loss
+        (batch,), _ = run.trainer.parts.batches.of_window(run.model, [run.batch])
+        labels = targets_of(batch, run.args.label_names)
         output = EvaluationOutput(
             run.loss_sum,
             run.weight,
             predictions_of(run.outputs),
             labels,
-            ignored_label=run.trainer.parts.loss.ignored_label,
+            ignored_label=loss.ignored_label,
+            shifted_labels=loss.shifted_labels(batch, labels),
         )
         for metric in self._metrics:
             for name, (total, weight) in metric.measured(output).items():
