@@ -16,7 +16,7 @@ from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.trainer.data.dataloaders import eval_loader
 from trainer_lib.trainer.data.eval_samplers import generation_lengths, order_of
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.evaluation.prediction_results import Predictions
+from trainer_lib.trainer.evaluation.prediction_results import load_predictions
 from trainer_lib.trainer.evaluation.row_buffers import places_of
 
 LENGTHS = [3, 9, 2, 5, 9, 4, 7, 2, 6, 3, 8]
@@ -81,7 +81,7 @@ def test_what_is_read_by_length_comes_back_in_the_order_of_the_data(tmp_path: Pa
         ordered.texts = False
         metrics = ordered.evaluate(samples())
         assert [metrics[f"eval_{name}"] for name in ("first", "labels")] == [found.predictions[0, 0], 1]
-        return found.predictions, Predictions.load(written.folder or ""), plain.widths, ordered.widths
+        return found.predictions, load_predictions(written.folder or ""), plain.widths, ordered.widths
 
     (found, written, plain, ordered), (other, *_) = run_world(body, num_processes=2, timeout=60)
     np.testing.assert_array_equal(found, other)

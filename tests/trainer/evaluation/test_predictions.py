@@ -17,7 +17,6 @@ from trainer_lib import Trainer, load_predictions
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, DistributedOperationException
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.evaluation.prediction_results import Predictions
 
 
 def ragged(model: Any, batch: Any) -> EvaluationOutput:
@@ -111,7 +110,7 @@ class TestFolder:
         brain, half = bench.predict(dataset(5), to=tmp_path / "half").predictions
         np.testing.assert_array_equal(brain, scores(5)[0].bfloat16().float())
         np.testing.assert_array_equal(half, scores(5)[0].half())
-        assert Predictions.load(tmp_path / "half").labels.shape == (5, 0)
+        assert load_predictions(tmp_path / "half").labels.shape == (5, 0)
 
     def test_what_is_there_is_not_overwritten(self, tmp_path: Path) -> None:
         (tmp_path / "precious").write_text("data")
@@ -158,7 +157,7 @@ class TestFolder:
 
     def test_folders_that_are_not_whole_are_told(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no predictions"):
-            Predictions.load(tmp_path)
+            load_predictions(tmp_path)
         folder = tmp_path / "predictions"
         Bench().predict(dataset(9), to=folder)
         manifest = folder / "predictions.json"
@@ -166,13 +165,13 @@ class TestFolder:
         with (folder / "predictions-0.npy").open("r+b") as file:
             file.truncate(200)
         with pytest.raises(CheckpointError, match="not whole"):
-            Predictions.load(folder)
+            load_predictions(folder)
         manifest.write_text(text.replace('"predictions-0.npy"', '"../other.npy"'))
         with pytest.raises(CheckpointError, match="leads out of"):
-            Predictions.load(folder)
+            load_predictions(folder)
         manifest.write_text(json.dumps({**json.loads(text), "version": 9}))
         with pytest.raises(CheckpointError, match="version 9"):
-            Predictions.load(folder)
+            load_predictions(folder)
 
 
 class TestMemory:

@@ -27,7 +27,14 @@ from trainer_lib.trainer.evaluation.gather_batches import BatchGatherer
 from trainer_lib.trainer.evaluation.interrupted_eval import EvaluationInterrupted
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput, Metric, as_numbers
 from trainer_lib.trainer.evaluation.prediction_files import MANIFEST, check_free
-from trainer_lib.trainer.evaluation.prediction_results import Collector, ComputedMetrics, Predictions, Writer, computed
+from trainer_lib.trainer.evaluation.prediction_results import (
+    Collector,
+    ComputedMetrics,
+    Predictions,
+    Writer,
+    computed,
+    load_predictions,
+)
 from trainer_lib.trainer.metrics.logged_means import LoggedMeans
 from trainer_lib.trainer.metrics.metric_spec import computed_metrics
 from trainer_lib.trainer.metrics.running_metrics import mean_loss
@@ -190,7 +197,7 @@ class Evaluator:
             predictions, labels = collected
             return Predictions(predictions, labels, measured)
         # A rank that cannot see the main process's disk gets only the metrics.
-        return Predictions.load(to) if (to / MANIFEST).is_file() else Predictions(None, None, measured, to)
+        return load_predictions(to) if (to / MANIFEST).is_file() else Predictions(None, None, measured, to)
 
     # -- across ranks --------------------------------------------------------------------------------------------
 

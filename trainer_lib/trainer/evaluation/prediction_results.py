@@ -46,16 +46,6 @@ class Predictions:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.predictions, self.labels, self.metrics))
 
-    @classmethod
-    def load(cls, folder: str | Path) -> "Predictions":
-        """Return the predictions that `predict` wrote to a folder. Arrays are memory-mapped.
-
-        Raises:
-            CheckpointError: If there are none, or they are incomplete.
-        """
-        predictions, labels, metrics = read_predictions(Path(folder))
-        return cls(predictions, labels, metrics, Path(folder))
-
 
 def load_predictions(folder: str | Path) -> Predictions:
     """Return the predictions that `Trainer.predict(dataset, to=folder)` wrote. Arrays are memory-mapped.
@@ -63,7 +53,8 @@ def load_predictions(folder: str | Path) -> Predictions:
     Raises:
         CheckpointError: If there are none, or they are incomplete.
     """
-    return Predictions.load(folder)
+    predictions, labels, metrics = read_predictions(Path(folder))
+    return Predictions(predictions, labels, metrics, Path(folder))
 
 
 @frozen_dataclass(eq=False)
