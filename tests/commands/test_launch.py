@@ -589,6 +589,10 @@ def test_nothing_is_left_in_the_temporary_folder(
         (["--rdzv_backend", "c01d"], "Did you mean 'c10d'?"),
         (["--monitor_interval", "0"], "monitor_interval must be a finite number above 0"),
         (["--tee", "9"], "tee must be 0, 1 (output), 2 (errors) or 3 (both)"),
+        (
+            ["--tee", "5:1", "--cpu", "--num_processes", "2"],
+            "'5:1' names process 5, and the last one on this machine is 1",
+        ),
         (["--log_dir", __file__], "log_dir must be a folder"),
         (["--no_python", "-m"], "--no_python and --module contradict each other"),
     ],

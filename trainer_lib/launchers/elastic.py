@@ -105,7 +105,7 @@ class _Agent(_TorchAgent):
         )
         super().__init__(
             spec,
-            DefaultLogsSpecs(log_dir=folder, tee=_streams(plan.tee)),
+            DefaultLogsSpecs(log_dir=folder, tee=_streams(plan)),
             start_method=plan.start_method,
             log_line_prefix_template=plan.log_line_prefix_template,
             shutdown_timeout=plan.shutdown_timeout,
@@ -272,14 +272,21 @@ def _ignore_repeated_signals() -> None:
                 signal.signal(number, ignore_at_first)
 
 
-def _streams(tee: str) -> Any:
+def _streams(plan: Plan) -> Any:
     try:
-        return Std.from_str(tee)
+        streams = Std.from_str(plan.tee)
     except ValueError:
         raise ConfigurationError(
             f"tee must be 0, 1 (output), 2 (errors) or 3 (both), or these for single processes as in 0:3,1:2 "
-            f"(got {tee!r})."
+            f"(got {plan.tee!r})."
         ) from None
+    last = plan.num_processes - 1
+    missing = [number for number in streams if number > last] if isinstance(streams, dict) else []
+    if missing:
+        raise ConfigurationError(
+            f"tee={plan.tee!r} names process {missing[0]}, and the last one on this machine is {last}."
+        )
+    return streams
 
 
 @contextlib.contextmanager
