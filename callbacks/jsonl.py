@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 from trainer_lib.checkpointing.format.manifest import library_versions
 from trainer_lib.events import Callback, Run
 from trainer_lib.filesystem.atomic_files import ESCAPED, LogWrites, append_text, log_file, replace_file
+from trainer_lib.logging import get_logger
 from trainer_lib.runs.run_environment import memory_in_use
+
+_logger = get_logger(__name__)
 
 # A resumed run keeps these lines even after the step it resumes from.
 _KEPT_EVENTS = ("started", "resumed", "ended", "died", "went_back")
@@ -161,6 +164,13 @@ class JsonlLog(Callback):
         current = {"step": state.step, "epoch": state.epochs, "samples": state.samples, "seconds": state.seconds}
         header: dict[str, Any] = {"event": event, **current, **(progress or {})}
         header |= {"seconds": round(header["seconds"], 3), "time": round(time.time(), 3)}
+        for name in header.keys() & values.keys() if event in ("log", "evaluation") else ():
+            _logger.warning_once(
+                "The value %r that you log is not in %s, whose lines have a %s of their own. Give it another name.",
+                name,
+                self.path.name,
+                name,
+            )
         self._waiting.append(json.dumps(_plain({**header, **values, **header}), ensure_ascii=False, allow_nan=False))
         self._flush()
 

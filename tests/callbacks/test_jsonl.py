@@ -57,6 +57,15 @@ def test_each_log_and_each_evaluation_is_a_line(tmp_path: Path) -> None:
     assert first["host_memory"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
 
 
+def test_a_value_with_the_name_of_a_field_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = running(steps_per_epoch=4)
+    log = JsonlLog(tmp_path / "history.jsonl")
+    for _ in range(2):
+        log.on_log(run, {"time": 5.0, "loss": 1.0})
+    assert caplog.text.count("The value 'time' that you log is not in history.jsonl") == 1
+    assert all(entry["time"] > 5.0 for entry in entries(log.path))
+
+
 def test_lines_are_written_immediately_with_their_progress(tmp_path: Path) -> None:
     log = JsonlLog(tmp_path / "log")
     log.on_log(running(step=3), {"loss": 1.0, "step": 99.0})
