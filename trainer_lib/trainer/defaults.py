@@ -22,6 +22,7 @@ from trainer_lib.foundation.lengths import length_of
 from trainer_lib.progress import is_live
 from trainer_lib.trainer.arguments.training_arguments import TrainingArguments
 from trainer_lib.trainer.data import dataloaders
+from trainer_lib.trainer.data.collate import RenamedLabels
 from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.unused_columns import DropUnusedColumns, used_columns
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
@@ -233,9 +234,24 @@ def eval_loader(trainer: TrainerInterface, dataset: Any, option: str = "eval_dat
 
 
 def _collate_fn(trainer: TrainerInterface) -> Any:
+    collate_fn = trainer.collate_fn
+    if collate_fn is None and _takes_labels(trainer):
+        collate_fn = RenamedLabels(dataloaders.collator(None, trainer.processing_class))
     if not trainer.args.remove_unused_columns:
-        return trainer.collate_fn
-    return DropUnusedColumns(dataloaders.collator(trainer.collate_fn, trainer.processing_class), used_columns(trainer))
+        return collate_fn
+    return DropUnusedColumns(dataloaders.collator(collate_fn, trainer.processing_class), used_columns(trainer))
+
+
+def _takes_labels(trainer: TrainerInterface) -> bool:
+    """Whether the model is one of transformers, whose targets have the name "labels"."""
+    if trainer.args.label_names is not None or "transformers" not in sys.modules:
+        return False
+    from trainer_lib.modules.forwards import forward_signature
+    from trainer_lib.modules.module_kinds import is_transformers_model
+    from trainer_lib.modules.unwrapping import without_adapter
+
+    inner = without_adapter(trainer.model)
+    return is_transformers_model(inner) and "labels" in forward_signature(inner).parameters
 
 
 def _reading(trainer: TrainerInterface, dataset: Any, batch_size: int) -> dict[str, Any]:

@@ -59,6 +59,40 @@ def test_datasets_of_every_format_train_the_same(form: str, processes: int) -> N
         assert_updates(actual, model, whole)
 
 
+def _of_images(kind: str, name: str, processor: Any, removes_columns: bool) -> dict[str, Tensor]:
+    from datasets import Dataset
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = ViTConfig(image_size=4, patch_size=2, num_channels=1, id2label={n: str(n) for n in range(5)}, **sizes)
+    pixels = torch.randn(ROWS, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    rows: Any = {"pixel_values": pixels, name: TARGETS}
+    if kind == "dataset":
+        rows = Dataset.from_dict({"pixel_values": pixels.tolist(), name: TARGETS.tolist()})
+    model = ViTForImageClassification(config)
+    options: dict[str, Any] = {
+        "train_dataset": rows,
+        "eval_dataset": rows,
+        "metrics": ["accuracy"],
+        "processing_class": processor,
+    }
+    trainer = Trainer(model, quiet(num_train_epochs=2, remove_unused_columns=removes_columns), **options)
+    trainer.fit()
+    assert torch.equal(torch.as_tensor(trainer.predict(rows).labels), TARGETS)
+    return {**model.state_dict(), "accuracy": torch.tensor(trainer.evaluate()["eval_accuracy"])}
+
+
+@pytest.mark.parametrize("kind", ["dataset", "tensors"])
+@pytest.mark.parametrize(("processor", "removes_columns"), [(None, False), (None, True), (object(), False)])
+def test_a_column_named_label_is_the_labels_of_a_model_of_transformers(
+    kind: str, processor: Any, removes_columns: bool
+) -> None:
+    expected = _of_images(kind, "labels", processor, removes_columns)
+    actual = _of_images(kind, "label", processor, removes_columns)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_streams_of_several_shards_are_read_once(processes: int) -> None:
     def body() -> tuple[float, list[float]]:

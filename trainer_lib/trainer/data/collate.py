@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -109,6 +109,22 @@ class PaddingCollate:
             columns = slice(longest - len(values), None) if on_left else slice(len(values))
             row[columns] = values
         return batch
+
+
+class RenamedLabels:
+    """Collates, then renames "label" and "label_ids" to "labels", the name that models of transformers use.
+
+    Args:
+        collate_fn: Collates the samples.
+    """
+
+    def __init__(self, collate_fn: Callable[..., Any]) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """Return a batch of samples."""
+        batch = self.collate_fn(samples)
+        return _rename_labels(batch) if isinstance(batch, dict) else batch
 
 
 def _rename_labels(batch: dict[str, Any]) -> dict[str, Any]:

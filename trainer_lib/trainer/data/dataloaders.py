@@ -17,7 +17,7 @@ from trainer_lib.foundation.error_values import shown
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
 from trainer_lib.foundation.lengths import length_of
 from trainer_lib.options.base import check_count
-from trainer_lib.trainer.data.collate import PaddingCollate, collate
+from trainer_lib.trainer.data.collate import PaddingCollate, RenamedLabels, collate
 from trainer_lib.trainer.data.datasets import Columns, as_dataset
 from trainer_lib.trainer.data.train_samplers import LengthGroupedSampler, WeightedSampler, first_samples, lengths_of
 
@@ -317,7 +317,7 @@ def _loader(
         raise ConfigurationError(
             f"{name} has no effect with num_workers=0. Give num_workers=1 or more, or leave it out."
         )
-    if collate_fn is collate:
+    if (collate_fn.collate_fn if isinstance(collate_fn, RenamedLabels) else collate_fn) is collate:
         data = _with_batched_reads(data)
     return DataLoader(
         data,
