@@ -20,6 +20,7 @@ class CutSequences:
         length: The length of the whole sequences; `None`: any.
         real_length: Their length without what was added at the end so that they can be cut.
         documents: The number of the document that each position belongs to, as [batch, length].
+        knows_documents: Whether there are no documents if none are given.
 
     Attributes:
         attentions: How many attentions were computed over the ranks.
@@ -38,8 +39,10 @@ class CutSequences:
         length: int | None = None,
         real_length: int | None = None,
         documents: Tensor | None = None,
+        knows_documents: bool = False,
     ) -> None:
         self.ranks, self.length, self.documents = ranks, length, documents
+        self.knows_documents: bool = knows_documents
         self.real_length: int | None = length if real_length is None else real_length
         self.attentions = 0
 

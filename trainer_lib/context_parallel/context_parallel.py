@@ -72,7 +72,10 @@ class ContextParallel:
                 "are cut alike."
             )
         length = lengths.pop() if lengths else None
-        with cut_buffers(self._ranks.layout, tensors, dims, left_cut), self._attention(length) as sequences:
+        with (
+            cut_buffers(self._ranks.layout, tensors, dims, left_cut),
+            self._attention(CutSequences(self._ranks, length)) as sequences,
+        ):
             yield
         if not sequences.attentions:
             _logger.warning_once(
@@ -90,14 +93,11 @@ class ContextParallel:
 
     def computing(self, part: BatchPart) -> AbstractContextManager[Any]:
         """Return the context in which attention runs over ranks, for this rank's part of a batch."""
-        return self._attention(part.length, part.real_length, part.documents)
+        return self._attention(CutSequences(self._ranks, part.length, part.real_length, part.documents, True))
 
     @contextmanager
-    def _attention(
-        self, length: int | None, real_length: int | None = None, documents: Tensor | None = None
-    ) -> Generator[CutSequences]:
+    def _attention(self, sequences: CutSequences) -> Generator[CutSequences]:
         with ExitStack() as contexts:
-            sequences = CutSequences(self._ranks, length, real_length, documents)
             contexts.enter_context(intercepted(self._places))  # left after the sequences
             contexts.enter_context(sequences.in_use())
             yield sequences

@@ -84,8 +84,9 @@ def attention_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: A
         from transformers.masking_utils import sdpa_mask
 
         return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
-    for function in _functions(kwargs.get("mask_function")):
-        _check_mask_function(function, sequences)
+    if not torch.compiler.is_compiling():  # compiled code cannot inspect closures
+        for function in _functions(kwargs.get("mask_function")):
+            _check_mask_function(function, sequences)
     if attention_mask is None:
         return None
     whole = sequences.whole_mask(attention_mask)
@@ -117,7 +118,7 @@ def _check_mask_function(function: FunctionType, sequences: CutSequences) -> Non
             "both directions, and context parallelism does not cut that. Set cp_size and sp_size to 1."
         )
     documents = captured.get("packed_sequence_mask")
-    if documents is not None and sequences.documents is None:
+    if documents is not None and not sequences.knows_documents:
         layout = sequences.ranks.layout
         positions = layout.positions(documents.shape[1] * layout.size, device=documents.device)
         differ = documents != documents_of_positions(positions.unsqueeze(0))  # of which a cut begins one too
