@@ -477,11 +477,16 @@ def test_in_a_notebook_a_second_signal_is_a_keyboard_interrupt(monkeypatch: pyte
 def test_processes_that_a_run_forks_can_be_ended() -> None:
     codes: list[int | None] = []
 
+    def wait_after(is_there: Any) -> None:
+        is_there.set()
+        while True:  # a handler that is called before `signal.pause` begins would not end it
+            time.sleep(0.01)
+
     class Forks(Callback):
         def on_step_end(self, run: Run) -> None:
             context = get_context("fork")
             is_there = context.Event()
-            child = context.Process(target=lambda: (is_there.set(), signal.pause()))
+            child = context.Process(target=wait_after, args=(is_there,))
             gc.disable()  # in the child, what tests before this one left could wait for threads that are not there
             child.start()
             gc.enable()
