@@ -366,7 +366,7 @@ class Busy(Modifier):
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == 2 and run.is_main_process:
-            end = time.monotonic() + 3 * 0.5
+            end = time.monotonic() + 3 * TIMEOUT
             while time.monotonic() < end:
                 sum(range(10_000))
 
@@ -375,7 +375,7 @@ class Slow(Modifier):
     """Has all processes sleep, each time for less than the time-out."""
 
     def on_step_begin(self, run: Run) -> None:
-        time.sleep(0.2)
+        time.sleep(0.4 * TIMEOUT)
 
 
 @pytest.mark.slow
@@ -383,7 +383,7 @@ class Slow(Modifier):
 def test_who_waits_for_one_that_moves_is_left_to_wait(callback: Any) -> None:
     def train() -> int:
         model_trainer = trainer(
-            arguments(max_steps=5, hang_timeout=0.5), train_dataset=points(80), callbacks=[callback()]
+            arguments(max_steps=5, hang_timeout=TIMEOUT), train_dataset=points(80), callbacks=[callback()]
         )
         return model_trainer.fit().state.step
 
