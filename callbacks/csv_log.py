@@ -81,8 +81,6 @@ class CsvLog(Callback):
             "samples": state.samples,
             "seconds": round(state.seconds, 3),
         }
-        if state.step == self._resumed_at:
-            self._remove_earlier(state.step, values.keys())
         self._waiting.append({**progress, **{name: value for name, value in values.items() if name not in progress}})
         self._flush()
 

@@ -277,6 +277,16 @@ def test_rows_of_logs_and_evaluations(tmp_path: Path) -> None:
     assert [row["eval_loss"] for row in rows] == ["", "", "0.5", ""]
 
 
+def test_only_an_evaluation_takes_the_place_of_its_earlier_row(tmp_path: Path) -> None:
+    log, run = CsvLog(tmp_path / "history.csv"), running(step=4, samples=16)
+    go_through([log], 4, log_every=2, evaluations={4: {"eval_loss": 0.5}})
+    log.on_fit_begin(run)  # resumes from step 4
+    log.on_log(run, {"loss": 0.125})
+    log.on_evaluate_end(run, {"eval_loss": 0.25})
+    assert [row["loss"] for row in rows_of(log.path)] == ["0.5", "0.25", "0.125", ""]
+    assert [row["eval_loss"] for row in rows_of(log.path)] == ["", "", "", "0.25"]
+
+
 def test_a_resumed_run_removes_later_rows_and_a_new_run_starts_fresh(tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
     go_through([CsvLog(path)], 6, log_every=2, evaluations={4: {"eval_loss": 0.5}})
