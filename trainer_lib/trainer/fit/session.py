@@ -35,7 +35,7 @@ from trainer_lib.trainer.fit.train_clock import TrainClock
 from trainer_lib.trainer.fit.train_log import TrainLog
 from trainer_lib.trainer.fit.train_loop import TrainLoop
 from trainer_lib.trainer.fit.triggers import Triggers
-from trainer_lib.trainer.losses.batch_parts import batch_parts
+from trainer_lib.trainer.losses.batch_parts import BatchParts, WholeBatches
 from trainer_lib.trainer.publish.save_pretrained import write_companion_files
 from trainer_lib.trainer.safety.bad_samples import BadSamples
 from trainer_lib.trainer.safety.deadline import Deadline, check_ahead, deadline_of
@@ -83,7 +83,7 @@ class FitSession:
         self.rounds: LocalSGD = local_rounds(context)
         self.guard: NonFiniteGuard = NonFiniteGuard(context, NonFiniteReport(context), lambda: self.rewind.is_possible)
         self._bad_samples = BadSamples(context)
-        self._parts = trainer.parts.batches = batch_parts(trainer)
+        self._parts = trainer.parts.batches = _batch_parts(trainer)
         self._training_step = self._parts.training_step
         self.micro_batching: MicroBatching = MicroBatching(context, self.guard, self._training_step)
         self.log: TrainLog = TrainLog(context, self._clock, self.guard, self._bad_samples, self.micro_batching)
@@ -250,6 +250,19 @@ def _changed_buffers(context: FitContext) -> dict[str, Any]:
     from trainer_lib.trainer.checkpoints.changed_buffers import ChangedBuffers
 
     return {_BUFFERS: ChangedBuffers(models)}
+
+
+def _batch_parts(trainer: TrainerInterface) -> BatchParts:
+    """Return what a rank computes of each batch.
+
+    Raises:
+        UnsupportedError: If ranks share sequences, and something else that is asked for needs whole ones.
+    """
+    if trainer.accelerator.sequence_split.ranks is None:
+        return WholeBatches(trainer.training_step)
+    from trainer_lib.trainer.losses.sequence_parts import sequence_parts
+
+    return sequence_parts(trainer)
 
 
 def _triggers(context: FitContext, clock: TrainClock, deadline: Deadline) -> Triggers:
