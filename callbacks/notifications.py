@@ -61,9 +61,8 @@ class Webhook(Callback):
         check_positive("timeout", timeout)
         self.url, self.events, self.timeout = url, tuple(names), float(timeout)
         self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._queue: queue.Queue[bytes | None] | None = (
-            None  # while a run sends, so that search() can copy the callback
-        )
+        # Made while a run sends, so that search() can copy the callback.
+        self._queue: queue.Queue[bytes | None] | None = None
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._has_warned = False

@@ -169,8 +169,7 @@ class TrackerCallback(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         # All trackers finish together, so that the waiting times of hanging ones overlap.
-        unfiltered = [callback.unfiltered for callback in getattr(run.trainer, "events", [self])]
-        callbacks = [callback for callback in unfiltered if isinstance(callback, TrackerCallback)]
+        callbacks = _tracker_callbacks(getattr(run.trainer, "events", [self]))
         for callback in callbacks:
             callback.upload_artifact(run)
         groups = [group for callback in callbacks if (group := callback.release(run)) is not None]
@@ -311,10 +310,13 @@ _CLASSES = {
 
 def trackers_of(run: Run) -> list[TrackerHandle]:
     """Return the trackers of all callbacks of a run, those behind filters too."""
-    unfiltered = [callback.unfiltered for callback in getattr(run.trainer, "events", ())]
-    return [
-        tracker for callback in unfiltered if isinstance(callback, TrackerCallback) for tracker in callback.trackers
-    ]
+    callbacks = _tracker_callbacks(getattr(run.trainer, "events", ()))
+    return [tracker for callback in callbacks for tracker in callback.trackers]
+
+
+def _tracker_callbacks(callbacks: Iterable[Callback]) -> list[TrackerCallback]:
+    unfiltered = [callback.unfiltered for callback in callbacks]
+    return [callback for callback in unfiltered if isinstance(callback, TrackerCallback)]
 
 
 def callback_for(name: str) -> TrackerCallback:
