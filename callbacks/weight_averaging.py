@@ -170,11 +170,12 @@ class WeightAverage(Modifier):
                 f"The checkpoint holds averages of {len(saved)} tensors, and this run averages {len(self._all_names)}. "
                 f"In only one of the two: {', '.join(mismatched[:5])}."
             )
+        first_buffer = len(self._weights) - len(self._places)
         for at, (average, name) in enumerate(zip(self._averages, self._names, strict=True)):
-            if average.shape == saved[name].shape:
-                _fill(average, saved[name])
-            else:  # of a buffer that has changed its shape since
+            if at >= first_buffer and average.shape != saved[name].shape:  # it has changed its shape since
                 self._averages[at] = saved[name].to(average.device)
+            else:
+                _fill(average, saved[name])
 
 
 def _trained(run: Run) -> dict[str, Any]:
