@@ -121,9 +121,8 @@ def _check_mask_function(function: FunctionType, sequences: CutSequences) -> Non
     if documents is not None and not sequences.knows_documents:
         layout = sequences.ranks.layout
         positions = layout.positions(documents.shape[1] * layout.size, device=documents.device)
-        differ = documents != documents_of_positions(positions.unsqueeze(0))  # of which a cut begins one too
-        real = positions < (positions.numel() * layout.size if sequences.real_length is None else sequences.real_length)
-        if bool((differ & real).any()):
+        # A cut begins a document too.
+        if bool((documents != documents_of_positions(positions.unsqueeze(0))).any()):
             raise UnsupportedError(
                 "position_ids restart within a sequence, so that the model keeps packed documents apart, and "
                 "maybe_context_parallel does not know them. Use a Trainer, or a loader of "
