@@ -92,37 +92,29 @@ def train_loader(
             )
         return _limited_ready_loader(dataset, limit_batches, overfit_batches, num_processes, option)
     check_count("batch_size", batch_size)
-    data = as_dataset(dataset, option)
     limit = limit_batches if overfit_batches is None else overfit_batches
     max_samples = None if limit is None else limit * batch_size * num_processes
+    data = as_dataset(dataset, option)
     if isinstance(data, IterableDataset) and overfit_batches is not None:
         data = _read_first_samples(data, max_samples or 0, seed, option)
-    sampler: Sampler[Any] | None = None
-    if not isinstance(data, IterableDataset) and longest_samples_first:
-        from trainer_lib.trainer.data.eval_samplers import longest_first
-
-        sampler = longest_first(data, length_column, max_samples)
-    if sampler is None and not isinstance(data, IterableDataset):
-        lengths = lengths_of(data, length_column, option) if group_by_length else None
-        sampler = _make_sampler(data, shuffle and overfit_batches is None, sample_weights, lengths, seed, option)
-        sampler = sampler if max_samples is None else first_samples(sampler, max_samples)
-    elif sampler is None and order_option:
-        raise ConfigurationError(
-            f"{order_option} needs a map-style dataset, and {option} is iterable: it yields samples in its own order. "
-            f"Leave {order_option} out, or give a map-style dataset."
-        )
-    elif sampler is None and limit is not None:
-        from trainer_lib.trainer.data.limit_batches import limited_dataset
-
-        data = limited_dataset(data, limit, batch_size, num_processes)
-    # An iterable dataset has no sampler: the loader's generator seeds its random numbers.
-    seeded = sampler is None and seed is not None
+    sampler, generator = None, None
+    if isinstance(data, IterableDataset):
+        _refuse_order(order_option, option)
+        data = _first_batches(data, limit, batch_size, num_processes)
+        # Without a sampler, the loader's generator seeds the random numbers of workers.
+        generator = None if seed is None else torch.Generator().manual_seed(positive_seed(seed))
+    else:
+        sampler = _longest_first(data, length_column, max_samples) if longest_samples_first else None
+        if sampler is None:
+            lengths = lengths_of(data, length_column, option) if group_by_length else None
+            sampler = _make_sampler(data, shuffle and overfit_batches is None, sample_weights, lengths, seed, option)
+            sampler = sampler if max_samples is None else first_samples(sampler, max_samples)
     _check_whole_batch(data, batch_size * num_processes, drop_last, option)
     return _loader(
         data,
         batch_size=batch_size,
         sampler=sampler,
-        generator=torch.Generator().manual_seed(positive_seed(seed or 0)) if seeded else None,
+        generator=generator,
         drop_last=drop_last,
         collate_fn=collator(collate_fn, processing_class),
         num_workers=num_workers,
@@ -256,6 +248,31 @@ def _read_first_samples(dataset: Any, count: int, seed: int | None, option: str)
     if not samples:
         raise ConfigurationError(f"{option} is empty: this {type(dataset).__name__} has no samples.")
     return samples
+
+
+def _refuse_order(order_option: str | None, option: str) -> None:
+    """Raise if an option asks for an order of an iterable dataset."""
+    if order_option is not None:
+        raise ConfigurationError(
+            f"{order_option} needs a map-style dataset, and {option} is iterable: it yields samples in its own order. "
+            f"Leave {order_option} out, or give a map-style dataset."
+        )
+
+
+def _first_batches(data: Any, limit: int | None, batch_size: int, num_processes: int) -> Any:
+    """Return an iterable dataset that ends after `limit` batches of each rank."""
+    if limit is None:
+        return data
+    from trainer_lib.trainer.data.limit_batches import limited_dataset
+
+    return limited_dataset(data, limit, batch_size, num_processes)
+
+
+def _longest_first(data: Any, length_column: str, max_samples: int | None) -> Sampler[Any] | None:
+    """Return a sampler by length; `None` if lengths are unknown or all equal."""
+    from trainer_lib.trainer.data.eval_samplers import longest_first
+
+    return longest_first(data, length_column, max_samples)
 
 
 def _make_sampler(
