@@ -97,41 +97,9 @@ class AcceleratorState(ProcessControl):
                 if self.initialized:
                     self.release()
             self._release_unused(precision, asked_plugins)
-        if not self.initialized or (self._replaceable and (_from_accelerator or mixed_precision is not None)):
-            environment.refuse_unsupported_engines()
-            dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
-            dynamo_plugin.check_backend()
-            if megatron_lm_plugin is not None:
-                _check_only_engine(deepspeed, fsdp_plugin, parallelism_config, torch_tp_plugin)
-                fsdp_plugin = megatron_lm_plugin.sharding(partial.num_processes)
-                parallelism_config = ParallelismConfig(
-                    **megatron_lm_plugin.mesh_sizes(partial.num_processes),
-                    tp_handler=megatron_lm_plugin.matrix_splitting,
-                    pp_handler=megatron_lm_plugin.pipeline,
-                )
-            arrangement = arrange(
-                fsdp_plugin,
-                parallelism_config,
-                partial.num_processes,
-                torch_tp_plugin,
-                zero_shards=deepspeed is not None,
-            )
-            if partial.distributed_type == DistributedType.XLA:
-                _check_whole(deepspeed=deepspeed, megatron_lm=megatron_lm_plugin, arrangement=arrangement)
-            self._mixed_precision, self._asked_plugins = precision, asked_plugins
-            self._dynamo_plugin = dynamo_plugin
-            self._arrangement = arrangement
-            _check_alone(deepspeed, arrangement)
-            self._deepspeed, self._megatron_lm = deepspeed, megatron_lm_plugin
-            self._environment = ExitStack()
-            self._prepare_sharding(partial)
-            config = arrangement.parallelism_config
-            if config is None:
-                partial.share_batches(1)
-            else:
-                partial.share_batches(config.non_data_parallel_size, config.sizes["pp"])
-            self._partial = partial
-            self._replaceable = self._was_used = False
+        may_set = not self.initialized or (self._replaceable and (_from_accelerator or mixed_precision is not None))
+        if may_set:
+            self._make_settings(partial, precision, asked_plugins)
         elif mixed_precision is not None and check_precision(mixed_precision, "precision") != self._mixed_precision:
             raise ConfigurationError(
                 f"mixed_precision={str(mixed_precision)!r} came too late: this rank already trains with "
@@ -269,6 +237,29 @@ class AcceleratorState(ProcessControl):
 
     _reset_state = reset  # its name in Accelerate
 
+    def _make_settings(self, partial: PartialState, precision: str, plugins: dict[str, Any]) -> None:
+        """Make the settings, and what the process needs for them: a process group, variables, shared batches."""
+        environment.refuse_unsupported_engines()
+        compilation: TorchDynamoPlugin = plugins["dynamo_plugin"] or TorchDynamoPlugin()
+        compilation.check_backend()
+        deepspeed, megatron_lm = plugins["deepspeed_plugins"], plugins["megatron_lm_plugin"]
+        arrangement = _arrangement_of(plugins, partial.num_processes)
+        if partial.distributed_type == DistributedType.XLA:
+            _check_whole(deepspeed=deepspeed, megatron_lm=megatron_lm, arrangement=arrangement)
+        _check_alone(deepspeed, arrangement)
+        self._mixed_precision, self._asked_plugins = precision, plugins
+        self._dynamo_plugin, self._arrangement = compilation, arrangement
+        self._deepspeed, self._megatron_lm = deepspeed, megatron_lm
+        self._environment = ExitStack()
+        self._prepare_sharding(partial)
+        config = arrangement.parallelism_config
+        if config is None:
+            partial.share_batches(1)
+        else:
+            partial.share_batches(config.non_data_parallel_size, config.sizes["pp"])
+        self._partial = partial
+        self._replaceable = self._was_used = False
+
     def _release_unused(self, precision: str, plugins: dict[str, Any]) -> None:
         """Release the settings if other ones are requested and no existing Accelerator uses them."""
         if not self.initialized or self._replaceable or not self._was_used:
@@ -322,6 +313,21 @@ def _given(plugins: "DeepSpeedPlugins | None") -> "DeepSpeedPlugins":
     if plugins is None:
         raise ConfigurationError("There is no DeepSpeed plugin. Give Accelerator(deepspeed_plugins={name: plugin}).")
     return plugins
+
+
+def _arrangement_of(plugins: Mapping[str, Any], num_processes: int) -> Arrangement:
+    """Return how ranks divide models and data, according to the plugins that were given."""
+    fsdp, parallelism, tp = (plugins[name] for name in ("fsdp_plugin", "parallelism_config", "torch_tp_plugin"))
+    deepspeed, megatron_lm = plugins["deepspeed_plugins"], plugins["megatron_lm_plugin"]
+    if megatron_lm is not None:
+        _check_only_engine(deepspeed, fsdp, parallelism, tp)
+        fsdp = megatron_lm.sharding(num_processes)
+        parallelism = ParallelismConfig(
+            **megatron_lm.mesh_sizes(num_processes),
+            tp_handler=megatron_lm.matrix_splitting,
+            pp_handler=megatron_lm.pipeline,
+        )
+    return arrange(fsdp, parallelism, num_processes, tp, zero_shards=deepspeed is not None)
 
 
 def _check_alone(deepspeed: "DeepSpeedPlugins | None", arrangement: Arrangement) -> None:
