@@ -209,13 +209,22 @@ class Evaluator:
         order: "Positions | None",
     ) -> list[Any]:
         """Return the values of the metrics, reduced across ranks."""
-        accelerator = self._accelerator
-        local = [metric for metric in metrics if not metric.needs_all_rows]
-        is_main = accelerator.is_main_process
-        gatherer = BatchGatherer(accelerator.data_group, metrics, is_main)
         for metric in metrics:
             metric.order = order
-            metric.begin(accelerator.device)
+            metric.begin(self._accelerator.device)
+        batches = self._update(name, outputs, metrics)
+        reports = self._exchange_states(metrics, batches)
+        if any(report.is_interrupted for report in reports):
+            raise EvaluationInterrupted
+        if not any(report.batches for report in reports):
+            raise ConfigurationError(f"The set{name and f' {name!r}'} has no samples, so there is nothing to evaluate.")
+        return [metric.result(_states_of(metric, index, reports)) for index, metric in enumerate(metrics)]
+
+    def _update(self, name: str, outputs: Iterator[list[EvaluationOutput]], metrics: Sequence[Metric]) -> int:
+        """Update the metrics with this rank's batches, those that need all rows with all ranks'; count the batches."""
+        accelerator = self._accelerator
+        local = [metric for metric in metrics if not metric.needs_all_rows]
+        gatherer = BatchGatherer(accelerator.data_group, metrics, accelerator.is_main_process)
         batches = 0
         for parts in outputs:
             batches += 1
@@ -229,22 +238,18 @@ class Evaluator:
                     raise
                 del part  # the next batch needs the memory of its predictions
             gatherer.add(parts)
-        is_interrupted = self._batches.is_interrupted
-        gatherer.close(is_interrupted)
-        gathered = [] if is_interrupted else metrics
-        states = [metric.state() if (is_main if metric.main_process_only else batches) else None for metric in gathered]
-        by_rank = gather_per_rank((batches, states, is_interrupted))
-        reports = [_RankReport(*report) for report in (by_rank[rank] for rank in accelerator.state.first_readers)]
-        if any(report.is_interrupted for report in reports):
-            raise EvaluationInterrupted
-        if not any(report.batches for report in reports):
-            raise ConfigurationError(f"The set{name and f' {name!r}'} has no samples, so there is nothing to evaluate.")
-        return [
-            metric.result(
-                [report.states[i] for report in (reports[:1] if metric.main_process_only else reports) if report.has(i)]
-            )
-            for i, metric in enumerate(metrics)
+        gatherer.close(self._batches.is_interrupted)
+        return batches
+
+    def _exchange_states(self, metrics: Sequence[Metric], batches: int) -> "list[_RankReport]":
+        """Return the metrics' states on each rank that read other batches than the ranks before it."""
+        accelerator, is_interrupted = self._accelerator, self._batches.is_interrupted
+        states = [
+            metric.state() if (accelerator.is_main_process if metric.main_process_only else batches) else None
+            for metric in (() if is_interrupted else metrics)
         ]
+        by_rank = gather_per_rank((batches, states, is_interrupted))
+        return [_RankReport(*by_rank[rank]) for rank in accelerator.state.first_readers]
 
     def _check_same_on_all_ranks(self, sets: Mapping[str, Sequence[Metric]]) -> None:
         """Raise, on all ranks, unless all evaluate the same sets with the same metrics."""
@@ -299,9 +304,11 @@ class _RankReport(NamedTuple):
     states: list[Any]
     is_interrupted: bool  # whether this rank left the evaluation
 
-    def has(self, index: int) -> bool:
-        """Whether it has a state for a metric."""
-        return self.states[index] is not None
+
+def _states_of(metric: Metric, index: int, reports: Sequence[_RankReport]) -> list[Any]:
+    """Return the states of a metric: that of the main process, or those of all ranks that had batches."""
+    states = [report.states[index] for report in (reports[:1] if metric.main_process_only else reports)]
+    return [state for state in states if state is not None]
 
 
 def _add_note(error: Exception, metric: Metric, of_set: str, batch: int, output: EvaluationOutput) -> None:
