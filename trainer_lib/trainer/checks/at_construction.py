@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,9 @@ from trainer_lib.trainer.losses.loss_result import summed
 from trainer_lib.trainer.overridable import is_overridden
 from trainer_lib.trainer.safety.deadline import check_ahead
 from trainer_lib.trainer.trainer_interface import TrainerInterface
+
+if TYPE_CHECKING:
+    from trainer_lib.accelerator import Accelerator
 
 _NO_NAME = (
     "accelerator must be a trainer_lib.Accelerator, got a str. The Trainer finds the machine's accelerator by itself; "
@@ -231,31 +234,25 @@ def check_collate(collate_fn: Any) -> None:
 def check_optimizer(optimizer: Any) -> None:
     """Check optimizers, and functions that make them."""
     for name, candidate in _by_name(optimizer):
+        option = _option("optimizer", name)
+        if candidate is None or isinstance(candidate, Optimizer):
+            continue
         if isinstance(candidate, (list, tuple)):
             raise ConfigurationError(
-                f"{_option('optimizer', name)} is a {type(candidate).__name__}. Give one optimizer, or several by "
-                "name; a schedule is given as scheduler=…."
+                f"{option} is a {type(candidate).__name__}. Give one optimizer, or several by name; a schedule is "
+                "given as scheduler=…."
             )
-        if candidate is not None and not isinstance(candidate, Optimizer) and not callable(candidate):
-            hint = (
-                f' By name: TrainingArguments(optimizer="{candidate}").'
-                if isinstance(candidate, str)
-                else " By name: TrainingArguments(optimizer=…)."
-            )
+        if not callable(candidate):
+            by_name = f'"{candidate}"' if isinstance(candidate, str) else "…"
             raise ConfigurationError(
-                f"{_option('optimizer', name)} must be an Optimizer, or a function that makes one from parameters, got "
-                f"a {type(candidate).__name__}.{hint}"
+                f"{option} must be an Optimizer, or a function that makes one from parameters, got a "
+                f"{type(candidate).__name__}. By name: TrainingArguments(optimizer={by_name})."
             )
         is_class = isinstance(candidate, type) and issubclass(candidate, Optimizer)  # which takes the arguments too
-        if (
-            callable(candidate)
-            and not is_class
-            and not isinstance(candidate, Optimizer)
-            and (problem := cannot_take(candidate, "parameters"))
-        ):
+        if not is_class and (problem := cannot_take(candidate, "parameters")):
             raise SignatureError(
-                f"{_option('optimizer', name)} is called with the parameters, but {function_name(candidate)}{problem}. "
-                "Give lambda parameters: ….",
+                f"{option} is called with the parameters, but {function_name(candidate)}{problem}. Give "
+                "lambda parameters: ….",
             )
 
 
@@ -263,18 +260,11 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Check schedules, and functions that make them."""
     for name, schedule in _by_name(scheduler):
         option = _option("scheduler", name)
-        if schedule is None or _is_schedule(schedule):
+        if schedule is None:
+            continue
+        if _is_schedule(schedule):
             trained = optimizer.get(name) if isinstance(optimizer, Mapping) else optimizer
-            if schedule is not None and not isinstance(trained, Optimizer):
-                raise ConfigurationError(
-                    f"{option} is a {type(schedule).__name__} of an existing optimizer, and that optimizer is not "
-                    "given. Give optimizer=… too, or a function: scheduler=lambda optimizer: ….",
-                )
-            if schedule is not None and getattr(schedule, "optimizer", trained) is not trained:
-                raise ConfigurationError(
-                    f"{option} is a {type(schedule).__name__} of another optimizer than the given one: it would change "
-                    "the learning rate of that optimizer. Make it from the given optimizer."
-                )
+            _check_moves_optimizer(option, schedule, trained)
         elif not callable(schedule):
             by_name = f"{schedule}" if isinstance(schedule, str) else "…"
             raise ConfigurationError(
@@ -286,6 +276,20 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
                 f"{option} is called with the optimizer, but {function_name(schedule)}{problem}. Give "
                 f"lambda optimizer: {getattr(schedule, '__name__', 'make')}(optimizer, …).",
             )
+
+
+def _check_moves_optimizer(option: str, schedule: Any, optimizer: Any) -> None:
+    """Raise unless a ready schedule moves the learning rate of the given optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"{option} is a {type(schedule).__name__} of an existing optimizer, and that optimizer is not "
+            "given. Give optimizer=… too, or a function: scheduler=lambda optimizer: ….",
+        )
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise ConfigurationError(
+            f"{option} is a {type(schedule).__name__} of another optimizer than the given one: it would change "
+            "the learning rate of that optimizer. Make it from the given optimizer."
+        )
 
 
 def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
@@ -304,37 +308,43 @@ def check_accelerator(accelerator: Any, args: TrainingArguments) -> None:
             f"accelerator must be a trainer_lib.Accelerator, got a {type(accelerator).__name__}.{hint}"
         )
     _check_in_backward(accelerator.memory_options.optimizer_in_backward, args)
-    ours = [name for name in ("gradient_checkpointing", "activation_offload") if getattr(args, name)]
-    fsdp = accelerator.state.fsdp_plugin
-    if ours and (accelerator.memory_options.saves_activations or (fsdp is not None and fsdp.activation_checkpointing)):
-        raise ConfigurationError(
-            f"{ours[0]}=True, and the accelerator was made with options that save activations too. Set them in one "
-            "place: in TrainingArguments, or in the accelerator (MemoryKwargs, or its fsdp_plugin)."
-        )
-    settings = {
-        "mixed_precision": accelerator.mixed_precision,
-        "use_cpu": accelerator.device.type == "cpu",
-        "seed_each_sample": accelerator.dataloader_config.seed_each_sample,
-        "low_memory_shuffle": accelerator.dataloader_config.low_memory_shuffle,
-    }
-    asked = {"mixed_precision": args.mixed_precision}
-    asked |= {name: getattr(args, name) or None for name in ("use_cpu", "seed_each_sample", "low_memory_shuffle")}
-    asked |= {
-        name: getattr(args, name) or None for name in ("compile", "fsdp", "deepspeed", "parallelism", "ddp", "fp8")
-    }
-    for name, value in asked.items():
-        if value is not None and value != settings.get(name):
-            raise ConfigurationError(
-                f"{name}={shown(value)} conflicts with the accelerator, which was made "
-                f"{f'with {settings[name]!r}' if name in settings else 'without it'}. Set it there: "
-                "accelerator=Accelerator(…)."
-            )
+    _check_saves_activations_once(accelerator, args)
+    _check_same_settings(accelerator, args)
     steps = accelerator.gradient_accumulation_steps
     if steps > 1 and args.gradient_accumulation_steps is None and args.global_batch_size is None:
         raise ConfigurationError(
             f"The accelerator accumulates {steps} batches, and the arguments leave gradient_accumulation_steps at 1. "
             f"Give TrainingArguments(gradient_accumulation_steps={steps}), or 1."
         )
+
+
+def _check_saves_activations_once(accelerator: "Accelerator", args: TrainingArguments) -> None:
+    asked = [name for name in ("gradient_checkpointing", "activation_offload") if getattr(args, name)]
+    fsdp = accelerator.state.fsdp_plugin
+    saves = accelerator.memory_options.saves_activations or (fsdp is not None and fsdp.activation_checkpointing)
+    if asked and saves:
+        raise ConfigurationError(
+            f"{asked[0]}=True, and the accelerator was made with options that save activations too. Set them in one "
+            "place: in TrainingArguments, or in the accelerator (MemoryKwargs, or its fsdp_plugin)."
+        )
+
+
+def _check_same_settings(accelerator: "Accelerator", args: TrainingArguments) -> None:
+    """Raise if an argument asks for something that the accelerator was made without."""
+    made_with = {
+        "mixed_precision": accelerator.mixed_precision,
+        "use_cpu": accelerator.device.type == "cpu",
+        "seed_each_sample": accelerator.dataloader_config.seed_each_sample,
+        "low_memory_shuffle": accelerator.dataloader_config.low_memory_shuffle,
+    }
+    for name in (*made_with, "compile", "fsdp", "deepspeed", "parallelism", "ddp", "fp8"):
+        value = getattr(args, name)
+        if value and value != made_with.get(name):
+            raise ConfigurationError(
+                f"{name}={shown(value)} conflicts with the accelerator, which was made "
+                f"{f'with {made_with[name]!r}' if name in made_with else 'without it'}. Set it there: "
+                "accelerator=Accelerator(…)."
+            )
 
 
 def check_processing_class(processing_class: Any) -> None:
