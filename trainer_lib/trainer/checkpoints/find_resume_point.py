@@ -189,37 +189,46 @@ def _look_for_run(root: AnyPath | None, name: str | None, resume: str, fingerpri
         if resume in ("auto", "extend"):
             raise ConfigurationError(f'resume="{resume}" looks for a run in output_dir. Give output_dir.')
         return ResumePoint(None, checkpoint)
-    from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, final_checkpoint, is_finished
-
     _check_writable(root)
     found = find_runs(root.absolute())  # the program may change its current directory while it trains
     number = 1 + max((candidate.run.facts.get("number", 0) for candidate in found), default=0)
-    if checkpoint is not None:
-        run = _continued(checkpoint, root, fingerprint)
-        return ResumePoint(run or new_run(root, name, fingerprint, number), checkpoint, is_new=run is None)
+    new = ResumePoint(new_run(root, name, fingerprint, number), is_new=True)
+    if checkpoint is None:
+        return _continued_or_new(root, found, new, resume, fingerprint)
+    run = _continued(checkpoint, root, fingerprint)
+    return replace(new, checkpoint=checkpoint) if run is None else ResumePoint(run, checkpoint)
+
+
+def _continued_or_new(
+    root: AnyPath, found: list[FoundRun], new: ResumePoint, resume: str, fingerprint: Any
+) -> ResumePoint:
+    """Return the newest run of the same models and data, as `resume` demands, else the new one."""
+    from trainer_lib.trainer.checkpoints.finished_runs import describe_other_runs, final_checkpoint, is_finished
+
     runs = [candidate.run for candidate in found if candidate.mismatch(fingerprint) is None]
     unfinished = [run for run in runs if not is_finished(run) and run.newest_checkpoint() is not None]
-    notes: list[str | None] = []
-    point = ResumePoint(new_run(root, name, fingerprint, number), is_new=True)
     if resume == "never":
-        notes.append(_describe_unfinished(unfinished))
-    elif runs and is_finished(runs[-1]) and resume == "extend":
-        point = ResumePoint(runs[-1], _checkpoint_of_finished(runs[-1]))
-    elif runs and is_finished(runs[-1]):
+        return _with_notes(new, _describe_unfinished(unfinished))
+    if runs and is_finished(runs[-1]):
+        if resume == "extend":
+            return ResumePoint(runs[-1], _checkpoint_of_finished(runs[-1]))
         point = ResumePoint(runs[-1], final_checkpoint(runs[-1]), is_finished=True)
-        notes.append(_describe_finished(runs[-1], unfinished))
-    elif unfinished:
+        return _with_notes(point, _describe_finished(runs[-1], unfinished))
+    if unfinished:
         point = ResumePoint(unfinished[-1], unfinished[-1].newest_checkpoint())
-        notes += [_describe_rebuilt(found, unfinished[-1]), _describe_older(unfinished)]
-    else:
-        for run in runs:
-            if run.newest_checkpoint() is None and not is_leased(run.path):
-                _delete_debris(run.path / CHECKPOINTS)  # of a first save that was killed: nothing resumes this run
-        notes += [
-            describe_other_runs(found, fingerprint, resume),
-            _describe_runs_nearby(root, resume),
-            _describe_checkpoint_of_transformers(root, resume),
-        ]
+        return _with_notes(point, _describe_rebuilt(found, unfinished[-1]), _describe_older(unfinished))
+    for run in runs:
+        if run.newest_checkpoint() is None and not is_leased(run.path):
+            _delete_debris(run.path / CHECKPOINTS)  # of a first save that was killed: nothing resumes this run
+    return _with_notes(
+        new,
+        describe_other_runs(found, fingerprint, resume),
+        _describe_runs_nearby(root, resume),
+        _describe_checkpoint_of_transformers(root, resume),
+    )
+
+
+def _with_notes(point: ResumePoint, *notes: str | None) -> ResumePoint:
     return replace(point, notes=tuple(note for note in notes if note is not None))
 
 
