@@ -213,25 +213,8 @@ def _check_kinds(chosen: Mapping[str, str], modules: Mapping[str, nn.Module]) ->
 
 def _check_sizes(model: nn.Module, chosen: Mapping[str, str], modules: Mapping[str, nn.Module], size: int) -> None:
     """Raise if a number that ranks split does not divide by their number."""
-    sizes: dict[str, int] = {}
-    for name, style_name in chosen.items():
-        module, style = modules[name], style_of(style_name, modules[name])
-        if style_name == "experts":
-            sizes[f"experts of {name}"] = experts.count_of(module) or 0
-        elif style.splits is not None and SPLIT in (style.takes, style.gives):
-            inputs, outputs = features(module)
-            side, count = ("inputs", inputs) if style.takes == SPLIT else ("outputs", outputs)
-            sizes[f"{side} of {name}"] = count
+    sizes = _split_features(chosen, modules) | _split_heads(model, chosen, modules, size)
     config: Any = getattr(model, "config", None)
-    if any(style == "colwise" and re.search("att", name) for name, style in chosen.items()):
-        for option in ("num_attention_heads", "num_key_value_heads"):
-            if isinstance(heads := getattr(config, option, None), int):
-                sizes[option] = heads
-    if not hasattr(config, "num_attention_heads"):
-        split = [name for name, style in chosen.items() if style == "colwise"]
-        heads = {name: found for name in split if (found := heads_of(modules, name)) is not None}
-        divided = {heads[name][0] for name in heads if is_divided_by_script(modules, name, heads[name][1], size)}
-        sizes |= {attribute: count for attribute, count in heads.values() if attribute not in divided}
     if config is not None and "colwise_loss_parallel" in chosen.values():
         sizes["vocab_size"] = config.vocab_size
     wrong = {name: count for name, count in sizes.items() if count % size}
@@ -243,6 +226,39 @@ def _check_sizes(model: nn.Module, chosen: Mapping[str, str], modules: Mapping[s
             f"tp_size={size} does not divide the {count} {name}{_and_more(len(wrong) - 1)}. The nearest tp_size that "
             f"fits this model is {nearest}; it fits {', '.join(map(str, fitting))}."
         )
+
+
+def _split_features(chosen: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return the number of experts, inputs or outputs of each module that ranks split, by what errors call them."""
+    sizes: dict[str, int] = {}
+    for name, style_name in chosen.items():
+        module, style = modules[name], style_of(style_name, modules[name])
+        if style_name == "experts":
+            sizes[f"experts of {name}"] = experts.count_of(module) or 0
+        elif style.splits is not None and SPLIT in (style.takes, style.gives):
+            inputs, outputs = features(module)
+            side, count = ("inputs", inputs) if style.takes == SPLIT else ("outputs", outputs)
+            sizes[f"{side} of {name}"] = count
+    return sizes
+
+
+def _split_heads(
+    model: nn.Module, chosen: Mapping[str, str], modules: Mapping[str, nn.Module], size: int
+) -> dict[str, int]:
+    """Return the numbers of attention heads that ranks split, by the option or attribute that holds them."""
+    sizes: dict[str, int] = {}
+    config: Any = getattr(model, "config", None)
+    split = [name for name, style in chosen.items() if style == "colwise"]
+    if any("att" in name for name in split):
+        for option in ("num_attention_heads", "num_key_value_heads"):
+            if isinstance(count := getattr(config, option, None), int):
+                sizes[option] = count
+    if not hasattr(config, "num_attention_heads"):
+        heads = {name: found for name in split if (found := heads_of(modules, name)) is not None}
+        # A script may have divided the attribute by the number of ranks already.
+        divided = {heads[name][0] for name in heads if is_divided_by_script(modules, name, heads[name][1], size)}
+        sizes |= {attribute: count for attribute, count in heads.values() if attribute not in divided}
+    return sizes
 
 
 def _and_more(count: int) -> str:
