@@ -32,8 +32,6 @@ _PARTS_OF_MODULES = vars(nn.Module()).keys() - {"_modules"}  # parameters, buffe
 _ENGINES = {"trainer_lib.accelerator.accelerator", "trainer_lib.trainer.trainer"}
 _PLAIN = (*_DATA, type, types.ModuleType, DataLoader)
 
-_Place = tuple[str, str, Any, Any, Any]  # the holder's path, how it continues, the holder, the key, the value
-
 _remembered = functools.lru_cache(maxsize=256)  # of classes, which a notebook defines again and again
 
 
@@ -43,6 +41,24 @@ class Held(NamedTuple):
     holder: Any
     key: Any
     generator: Any
+
+
+class _Place(NamedTuple):
+    """An attribute or entry of an object, and its value, which may be or hold a generator."""
+
+    path_of_holder: str
+    step: str  # how the path continues
+    holder: Any
+    key: Any
+    value: Any
+
+    @property
+    def path(self) -> str:
+        return self.path_of_holder + self.step.format(self.key)
+
+    @property
+    def is_nested_container(self) -> bool:
+        return issubclass(type(self.value), _CONTAINERS) and issubclass(type(self.holder), _CONTAINERS)
 
 
 class HeldGenerators:
@@ -109,24 +125,21 @@ class HeldGenerators:
         empty: dict[str, tuple[Any, Any]] = {}
         seen: dict[int, Any] = {}  # the objects too, so that no other one gets the address of one that ends
         near, far = deque[_Place](), deque[_Place]()  # far: containers in containers, which most often hold data
-        near.extend(("", "{}", None, name, root) for name, root in self._roots.items())
+        near.extend(_Place("", "{}", None, name, root) for name, root in self._roots.items())
         while (near or far) and len(seen) < _MOST_OBJECTS:
-            path, step, holder, key, value = (near or far).popleft()
+            place = (near or far).popleft()
+            value = place.value
             if value is None:
-                empty[path + step.format(key)] = holder, key
-            elif id(value) not in seen and not _is_left_out(type(value)):
-                seen[id(value)] = value
-                path += step.format(key)
-                if is_generator(value):
-                    if not is_global(value):
-                        found[path] = Held(holder, key, value)
-                    continue
-                for step, name, part in _parts(value):
-                    if type(part) is np.ndarray and part.dtype == object:
-                        part = list(islice(part.flat, _LONGEST + 1))
-                    if type(part) not in _DATA:
-                        is_far = issubclass(type(part), _CONTAINERS) and issubclass(type(value), _CONTAINERS)
-                        (far if is_far else near).append((path, step, value, name, part))
+                empty[place.path] = place.holder, place.key
+                continue
+            if id(value) in seen or _is_left_out(type(value)):
+                continue
+            seen[id(value)] = value
+            if not is_generator(value):
+                for part in _places_in(value, place.path):
+                    (far if part.is_nested_container else near).append(part)
+            elif not is_global(value):
+                found[place.path] = Held(place.holder, place.key, value)
         return found, empty
 
 
@@ -141,6 +154,15 @@ def generators_of_dataset(dataset: Any) -> list[Any]:
         True
     """
     return HeldGenerators({"dataset": dataset}).generators()
+
+
+def _places_in(value: Any, path: str) -> Iterator[_Place]:
+    """Yield the parts of an object that may be or hold generators."""
+    for step, key, part in _parts(value):
+        if type(part) is np.ndarray and part.dtype == object:
+            part = list(islice(part.flat, _LONGEST + 1))
+        if type(part) not in _DATA:
+            yield _Place(path, step, value, key, part)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
