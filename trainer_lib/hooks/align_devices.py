@@ -71,13 +71,17 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the weights: to the execution device, or out of the module."""
-        if not self.offload:
-            if self._device is not None:
-                tensors = named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
-                # What another hook has offloaded comes to its device for the forward.
-                names = [name for name, tensor in tensors if tensor.device.type != "meta"]
-                move_tensors(module, names, self._device, self.tied_params_map)
-            return module
+        if self.offload:
+            self._offload(module)
+        elif self._device is not None:
+            tensors = named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False)
+            # What another hook has offloaded comes to its device for the forward.
+            names = [name for name, tensor in tensors if tensor.device.type != "meta"]
+            move_tensors(module, names, self._device, self.tied_params_map)
+        return module
+
+    def _offload(self, module: nn.Module) -> None:
+        """Move the weights out of the module, and register them with the prefetcher."""
         self._ties = self._ties or TiedTensors(module, self._name)
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules, remove_duplicate=False))
         self._devices = {name: tensor.device for name, tensor in tensors.items()}
@@ -92,28 +96,22 @@ class AlignDevicesHook(ModelHook):
             )
         )
         if self.weights_map is None:
-            state = {**offloaded, **(module.state_dict() if any(map(is_quantized, offloaded.values())) else {})}
-            self.weights_map = {
-                name: tensor.detach().to("cpu")
-                for name, tensor in state.items()
-                if name in offloaded or weight_of(name) in offloaded
-            }
+            self.weights_map = _host_copies(module, offloaded)
         self._offloaded = list(offloaded)
-        quantized = [name for name, tensor in offloaded.items() if is_quantized(tensor)]
-        statistics = [name for name in self.weights_map if weight_of(name) in quantized] if quantized else []
+        quantized = {name for name, tensor in offloaded.items() if is_quantized(tensor)}
         for name, tensor in offloaded.items():
             self._kept[name] = (
-                on_meta(tensor) if is_quantized(tensor) else offloaded_tensor(tensor, partial(self._read, name))
+                on_meta(tensor) if name in quantized else offloaded_tensor(tensor, partial(self._read, name))
             )
             _put(module, name, self._kept[name])
-            if is_quantized(tensor):
+            if name in quantized:
                 release_statistics(_owner(module, name))
         if self._device is not None:
             move_tensors(module, [name for name in tensors if name not in offloaded], self._device)
         if self._prefetcher is None:
             self._prefetcher = WeightPrefetcher(self._device or torch.device("cpu"))
+        statistics = [name for name in self.weights_map if weight_of(name) in quantized] if quantized else []
         self._prefetcher.add(self._name, self.weights_map, [*self._offloaded, *statistics])
-        return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Put weights and inputs on the execution device."""
@@ -192,6 +190,16 @@ def _refuse_gradient(gradient: Tensor) -> Tensor:
 def _owner(module: nn.Module, name: str) -> nn.Module:
     path = name.rpartition(".")[0]
     return module.get_submodule(path) if path else module
+
+
+def _host_copies(module: nn.Module, offloaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return these tensors on the host, with the statistics of quantized ones."""
+    state = {**offloaded, **(module.state_dict() if any(map(is_quantized, offloaded.values())) else {})}
+    return {
+        name: tensor.detach().to("cpu")
+        for name, tensor in state.items()
+        if name in offloaded or weight_of(name) in offloaded
+    }
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
