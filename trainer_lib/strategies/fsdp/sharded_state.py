@@ -110,16 +110,27 @@ def load_optimizer_state(
         return
     for name, values in skeleton["state"].items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, QuantizedState):
-                parts = QuantizedState.of(state["state"][name][key]).parts if group.rank == 0 else {}
-                fill = functools.partial(materialize.fill, values=parts, group=group, device=device)
-                values[key] = value.split_like(parameters[name], fill)
-            elif isinstance(value, _TensorSpec):
-                target = value.empty_for(parameters[name])
+            if isinstance(value, (QuantizedState, _TensorSpec)):
                 whole = {key: state["state"][name][key]} if group.rank == 0 else {}
-                materialize.fill({key: target}, whole, group, device)
-                values[key] = target
+                values[key] = _filled(value, key, whole, parameters[name], group, device)
     load_named_state(optimizer, models, skeleton)
+
+
+def _filled(
+    spec: "QuantizedState | _TensorSpec",
+    key: str,
+    whole: Mapping[str, Any],
+    parameter: Any,
+    group: ProcessGroup,
+    device: torch.device,
+) -> Any:
+    """Return this rank's part of a state tensor of a parameter, which rank 0 has as a `whole`."""
+    if isinstance(spec, QuantizedState):
+        parts = QuantizedState.of(whole[key]).parts if whole else {}
+        return spec.split_like(parameter, functools.partial(materialize.fill, values=parts, group=group, device=device))
+    target = spec.empty_for(parameter)
+    materialize.fill({key: target}, whole, group, device)
+    return target
 
 
 class _TensorSpec:
