@@ -1,8 +1,9 @@
 """The report on an update that is not finite: which rank, which samples and which parameters caused it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,15 @@ _logger = get_logger(__name__)
 
 _SHOWN = 3
 _SAMPLES_SHOWN = 16
+
+
+class _Findings(NamedTuple):
+    """What one rank found."""
+
+    losses: list[str]  # those that are not finite
+    parameters: list[str]  # those whose gradients are not finite
+    samples: str  # of its last batch
+    has_bad_weight: bool
 
 
 class NonFiniteReport:
@@ -66,20 +76,20 @@ class NonFiniteReport:
         self.watch_weights()
         has_bad_weight = self._has_bad_weight is not None and bool(self._has_bad_weight)
         self._has_bad_weight = None
-        told: list[tuple[list[str], list[str], str, bool]] = self._group.all_gather_objects(
-            (losses, self._parameters(), self.samples(), has_bad_weight)
+        by_rank: list[_Findings] = self._group.all_gather_objects(
+            _Findings(losses, self._parameters(), self.samples(), has_bad_weight)
         )
-        several = len(told) > 1
+        several = len(by_rank) > 1
         bad = [
             f"{loss}{f' on process {rank}' if several else ''}"
-            for rank, (losses, *_) in enumerate(told)
-            for loss in losses
+            for rank, findings in enumerate(by_rank)
+            for loss in findings.losses
         ]
-        parameters = list(dict.fromkeys(name for _, names, *_ in told for name in names))
+        parameters = list(dict.fromkeys(name for findings in by_rank for name in findings.parameters))
         weighed = [
-            f" on process {rank}{samples}" if several else samples
-            for rank, (_, _, samples, is_bad) in enumerate(told)
-            if is_bad
+            f" on process {rank}{findings.samples}" if several else findings.samples
+            for rank, findings in enumerate(by_rank)
+            if findings.has_bad_weight
         ]
         if bad:
             what = f"In step {step + 1} the loss is {'; '.join(bad)}"
@@ -89,7 +99,7 @@ class NonFiniteReport:
                 "the number of its items, 0 or more: num_items, or LossResult(…, weight=…)."
             )
         else:
-            whose = self._whose(told) if several else told[0][2]
+            whose = self._whose(by_rank) if several else by_rank[0].samples
             what = f"In step {step + 1} the gradients have the norm {norm}, of losses that are finite{whose}"
         return f"{what}.{self._named(parameters) if not bad else ''}"
 
@@ -99,14 +109,14 @@ class NonFiniteReport:
         gathered = self._group.all_gather_objects(own)
         return list(dict.fromkeys(name for names in gathered for name in names))
 
-    def _whose(self, told: list[tuple[list[str], list[str], str, bool]]) -> str:
+    def _whose(self, by_rank: Sequence[_Findings]) -> str:
         """Return whose gradients it is, where each process can compute its own once more."""
         own = self._computed_again()
         found = self._group.all_gather_objects(own)
         ranks = [rank for rank, names in enumerate(found) if names]
         if not ranks:
             return ""
-        return ", of " + " and ".join(f"process {rank}{told[rank][2]}" for rank in ranks)
+        return ", of " + " and ".join(f"process {rank}{by_rank[rank].samples}" for rank in ranks)
 
     def _computed_again(self) -> list[str]:
         """Return which gradients of the last batch are not finite on this process alone."""
