@@ -400,14 +400,14 @@ def _keep_on_disk(model: nn.Module, folder: Path, state: Mapping[str, Tensor], o
     Raises:
         ConfigurationError: If the folder has other values under these names.
     """
-    there = OffloadedWeightsLoader(save_folder=folder) if (folder / "index.json").is_file() else {}
-    to_write = {name: tensor for name, tensor in state.items() if name not in there}
+    on_disk = OffloadedWeightsLoader(save_folder=folder) if (folder / "index.json").is_file() else {}
+    to_write = {name: tensor for name, tensor in state.items() if name not in on_disk}
     _check_loaded(to_write)
     unused = () if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
     other = [
         name
         for name, tensor in state.items()
-        if name in there and name not in unused and not _is_same(there[name], tensor)
+        if name in on_disk and name not in unused and not _is_same(on_disk[name], tensor)
     ]
     if other:
         raise ConfigurationError(

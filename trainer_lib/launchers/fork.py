@@ -89,12 +89,12 @@ class _Worker:
         code = self.process.exitcode
         if code is None or (code == 0 and self.result.exists()):
             return None
-        told = self.error.exists()
+        raised = self.error.exists()
         return Failure(
             rank=self.rank,
             exit_code=code,
-            traceback=self.error.read_text() if told else None,
-            when=self.error.stat().st_mtime_ns if told else 0,
+            traceback=self.error.read_text() if raised else None,
+            when=self.error.stat().st_mtime_ns if raised else 0,
         )
 
     def _work(

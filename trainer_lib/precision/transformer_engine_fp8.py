@@ -52,13 +52,13 @@ def convert_model(
     _require_package()
     import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
 
-    here, there = (nn, te) if to_transformer_engine else (te, nn)
+    source, target = (nn, te) if to_transformer_engine else (te, nn)
     for name, module in model.named_children():
         kind = type(module)
-        if _convert_linear and kind is here.Linear and _has_sizes(module):
-            setattr(model, name, _filled(_linear(module, there), module))
-        elif _convert_ln and kind is here.LayerNorm:
-            setattr(model, name, _filled(_layer_norm(module, there), module))
+        if _convert_linear and kind is source.Linear and _has_sizes(module):
+            setattr(model, name, _filled(_linear(module, target), module))
+        elif _convert_ln and kind is source.LayerNorm:
+            setattr(model, name, _filled(_layer_norm(module, target), module))
         else:
             convert_model(module, to_transformer_engine, _convert_linear, _convert_ln)
 

@@ -42,20 +42,20 @@ def callbacks(args: TrainingArguments, given: Sequence[Callback]) -> list[Callba
     """
     if args.dry_run:
         given = [callback for callback in given if getattr(callback, "tracker_name", None) is None]
-    there: list[Callback] = [LearningRateMonitor(), Throughput(fill=args.group_by_length)]
+    defaults: list[Callback] = [LearningRateMonitor(), Throughput(fill=args.group_by_length)]
     if args.output_dir is not None:
-        there.append(_checkpoint(args, given))
+        defaults.append(_checkpoint(args, given))
     if args.gc_every is not None:
-        there.append(GarbageSchedule(args.gc_every))
-    there += _reporting(args, given)
+        defaults.append(GarbageSchedule(args.gc_every))
+    defaults += _reporting(args, given)
     shows_bar = is_live(sys.stderr) if args.progress_bar is None else args.progress_bar
     if shows_bar:
-        there.append(ProgressBar())
+        defaults.append(ProgressBar())
     elif not any(isinstance(callback, Callback) and callback.is_display for callback in given):
         # A notebook's charts show what the lines say. What is no callback is refused later.
-        there.append(Printer())
+        defaults.append(Printer())
     known = [getattr(other, "unfiltered", other) for other in given]
-    without_given = [callback for callback in there if not any(isinstance(other, type(callback)) for other in known)]
+    without_given = [callback for callback in defaults if not any(isinstance(other, type(callback)) for other in known)]
     return [*without_given, *given]
 
 
@@ -88,8 +88,8 @@ def _reporting(args: TrainingArguments, given: Sequence[Callback]) -> list[Callb
     from trainer_lib.callbacks.trackers import callback_for
     from trainer_lib.tracking.registry import resolve
 
-    there = [callback.tracker_name for callback in given]
-    names = [str(name) for name in resolve(list(args.report_to), "report_to") if name not in there]
+    known = [callback.tracker_name for callback in given]
+    names = [str(name) for name in resolve(list(args.report_to), "report_to") if name not in known]
     made = [callback_for(name) for name in names]
     for callback in made:
         if callback.needs_folder and args.output_dir is None:

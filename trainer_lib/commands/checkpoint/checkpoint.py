@@ -138,10 +138,10 @@ def _inspect(options: argparse.Namespace) -> int:
 def _print_run(one: Any) -> None:
     manifest = one.manifest
     counts = [("epoch", manifest.epoch), ("samples", manifest.samples), ("items of the loss", manifest.items)]
-    told = [f"{name} {value:,.10g}" for name, value in counts if value is not None]
+    counted = [f"{name} {value:,.10g}" for name, value in counts if value is not None]
     of_run = [] if manifest.run_id is None else [f"of the run {manifest.run_id}"]
-    if of_run or told:
-        print(f"  {', '.join([*of_run, *told])}")
+    if of_run or counted:
+        print(f"  {', '.join([*of_run, *counted])}")
     if manifest.origin is not None:
         print(f"  imported from {manifest.origin['library']}")
     if manifest.reasons:

@@ -117,10 +117,11 @@ def explains_form(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
                 raise
             renamed = [f"{key} is {_OF_TOOLS[key]} here." for key in named if key in _OF_TOOLS]
             name = method.__name__
-            if name == "log" and (told := [key for key in named if key in _OF_LOG]):
+            if name == "log" and (extra := [key for key in named if key in _OF_LOG]):
                 raise SignatureError(
-                    f"log takes name, value and weight. Leave out {' and '.join(told)}: each log has the mean over the "
-                    "batches, steps and ranks since the one before, and TrainingArguments(log_every=…) says how often."
+                    f"log takes name, value and weight. Leave out {' and '.join(extra)}: each log has the mean over "
+                    "the batches, steps and ranks since the one before, and TrainingArguments(log_every=…) says how "
+                    "often."
                 ) from None
             problem = f"{name}{str(error).partition(name)[2]}."
             raise SignatureError(" ".join([problem, *renamed, FORMS[name]])) from None

@@ -169,8 +169,8 @@ class FitSession:
             run.accelerator.checkpoints.background.group(context.group)
         start_banner.show(context, self._signals, self.deadline)
         context.events.fire("on_fit_begin", run)
-        if told := resume_arguments.visible_changes(self.loading.changed):
-            run.record_event("arguments", changed=told)
+        if changes := resume_arguments.visible_changes(self.loading.changed):
+            run.record_event("arguments", changed=changes)
         if args.eval_on_start and not run.state.step:
             self.evaluations.evaluate()  # left early only by a run that then ends before its first step
 

@@ -177,8 +177,8 @@ def _evaluation(context: FitContext) -> str:
     if plan.interval is None:
         return "none"
     by_set = context.run.args.eval_intervals.items()
-    told = [f"{name} {'never' if every is None else f'every {_interval(every)}'}" for name, every in by_set]
-    return f"{', '.join(told) or f'every {_interval(plan.interval)}'}, best by {plan.best_metric}"
+    sets = [f"{name} {'never' if every is None else f'every {_interval(every)}'}" for name, every in by_set]
+    return f"{', '.join(sets) or f'every {_interval(plan.interval)}'}, best by {plan.best_metric}"
 
 
 def _output(context: FitContext) -> str:
@@ -186,10 +186,10 @@ def _output(context: FitContext) -> str:
         return "none; set output_dir to save checkpoints"
     intervals = [context.run.args.save_interval]
     intervals += [callback.save_interval for callback in context.events]
-    told = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
-    if not told and context.evaluation.interval is not None and any(map(_saves_the_best, context.events)):
-        told = ["at each best evaluation"]
-    return f"{context.folder.path}, " + (f"a checkpoint {' and '.join(told)}" if told else "no checkpoints")
+    moments = list(dict.fromkeys(f"every {_interval(interval)}" for interval in intervals if interval is not None))
+    if not moments and context.evaluation.interval is not None and any(map(_saves_the_best, context.events)):
+        moments = ["at each best evaluation"]
+    return f"{context.folder.path}, " + (f"a checkpoint {' and '.join(moments)}" if moments else "no checkpoints")
 
 
 def _saves_the_best(callback: Callback) -> bool:

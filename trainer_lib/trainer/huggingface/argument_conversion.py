@@ -34,14 +34,14 @@ def explain(given: Mapping[str, Any], names: Iterable[str] | None = None) -> lis
         names: The arguments to explain; by default all.
     """
     wanted = set(given if names is None else names)
-    return [_line(told, given, conversion) for told, conversion in _together(given) if wanted & set(told)]
+    return [_line(group, given, conversion) for group, conversion in _together(given) if wanted & set(group)]
 
 
-def _line(told: Mapping[str, Any], given: Mapping[str, Any], conversion: Conversion | None) -> str:
-    theirs = ", ".join(f"{name}={_shown(value)}" for name, value in told.items())
-    if _is_always(told):
+def _line(group: Mapping[str, Any], given: Mapping[str, Any], conversion: Conversion | None) -> str:
+    theirs = ", ".join(f"{name}={_shown(value)}" for name, value in group.items())
+    if _is_always(group):
         return f"{theirs} of Hugging Face's Trainer is always so here. Leave it out."
-    ours = conversion(given) if conversion is not None else NONE_HERE[next(iter(told))]
+    ours = conversion(given) if conversion is not None else NONE_HERE[next(iter(group))]
     if isinstance(ours, str):
         return f"{theirs} of Hugging Face's Trainer has no equivalent here: {ours}. Leave it out."
     if not ours:
@@ -59,16 +59,16 @@ def convert(given: Mapping[str, Any], known: set[str]) -> tuple[dict[str, Any], 
     """
     ours: dict[str, Any] = {}
     lost: dict[str, str] = {}
-    for told, conversion in _together(given):
-        name = next(iter(told))
+    for group, conversion in _together(given):
+        name = next(iter(group))
         if conversion is None and name in known:
-            ours[name] = told[name]
+            ours[name] = group[name]
             continue
-        if _is_always(told):
+        if _is_always(group):
             continue
         result = conversion(given) if conversion is not None else NONE_HERE.get(name, "there is no such argument here")
         if isinstance(result, str):
-            lost[", ".join(told)] = result
+            lost[", ".join(group)] = result
         else:
             ours |= {name: value.make() if isinstance(value, Made) else value for name, value in result.items()}
     return ours, lost
@@ -98,8 +98,8 @@ def differing(foreign: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in wanted}
 
 
-def _is_always(told: Mapping[str, Any]) -> bool:
-    return all(name in ALWAYS and ALWAYS[name] == value for name, value in told.items())
+def _is_always(group: Mapping[str, Any]) -> bool:
+    return all(name in ALWAYS and ALWAYS[name] == value for name, value in group.items())
 
 
 def _together(given: Mapping[str, Any]) -> list[tuple[dict[str, Any], Conversion | None]]:

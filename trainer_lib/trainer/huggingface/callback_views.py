@@ -89,11 +89,9 @@ def arguments_view(run: Run) -> Any:
 
 def _plain(run: Run) -> dict[str, Any]:
     ours, ranks = run.args, run.accelerator.data_group.size
-    told = {
-        theirs: getattr(ours, name) for theirs, name in {**dict(zip(_SAME, _SAME, strict=True)), **_OTHERWISE}.items()
-    }
+    names = {**dict(zip(_SAME, _SAME, strict=True)), **_OTHERWISE}
     return {
-        **told,
+        **{theirs: getattr(ours, name) for theirs, name in names.items()},
         "output_dir": str(run.folder or ours.output_dir or "trainer_output"),
         "max_grad_norm": ours.max_grad_norm or 0.0,
         "max_steps": ours.max_steps or -1,

@@ -191,18 +191,18 @@ def check_values(model: nn.Module, inputs: Any, has_loss_fn: bool) -> None:
     if (problem := _cannot_bind(model, values)) is None:
         return
     known, _ = _parameters_taken(model)
-    told = (
+    counts = (
         f"The batch has {len(values)} value{'s' * (len(values) != 1)} for {type(model).__name__}.forward, which "
         f"takes {', '.join(known) or 'none'}"
     )
     if not has_loss_fn and len(values) > 1 and _cannot_bind(model, values[:-1]) is None:
         raise ConfigurationError(
-            f"{told}, and there is no loss_fn. If the last value is the target, give "
+            f"{counts}, and there is no loss_fn. If the last value is the target, give "
             "Trainer(loss_fn=torch.nn.functional.cross_entropy), or the loss of your task; or override "
             "compute_loss(model, batch)."
         )
     raise ConfigurationError(
-        f"{told}: {problem}. With Trainer(loss_fn=…) the last value of a batch is the target; without it all values "
+        f"{counts}: {problem}. With Trainer(loss_fn=…) the last value of a batch is the target; without it all values "
         "go to the model. Return matching values from the dataset, or override compute_loss(model, batch)."
     )
 

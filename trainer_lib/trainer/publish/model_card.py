@@ -251,17 +251,17 @@ def _arguments(trainer: TrainerInterface) -> str:
     }
     # Arguments that most readers look for are always shown.
     always = ("per_device_train_batch_size", "learning_rate", "optimizer", "lr_scheduler", "seed")
-    told = {
+    settings = {
         key: given[key] for key in (field.name for field in dataclasses.fields(args)) if key in said or key in always
     }
-    return f"## Training\n\n```yaml\n{yaml.safe_dump(told, sort_keys=False, allow_unicode=True)}```\n"
+    return f"## Training\n\n```yaml\n{yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)}```\n"
 
 
 def _versions() -> str:
     own = sys.modules["trainer_lib"].__version__  # above everything, so that no import from here may name it
-    there = {"Python": platform.python_version(), "trainer_lib": own}
-    there |= imported_versions(_PACKAGES)
-    return "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in there.items()) + "\n"
+    versions = {"Python": platform.python_version(), "trainer_lib": own}
+    versions |= imported_versions(_PACKAGES)
+    return "## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()) + "\n"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

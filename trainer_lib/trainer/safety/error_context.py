@@ -28,32 +28,32 @@ def add_note(error: Exception, what: str, batch: Any, models: Sequence[nn.Module
         models: The models.
         memory: What helps where memory ran out.
     """
-    if getattr(error, "__notes__", None):  # somebody nearer has told
+    if getattr(error, "__notes__", None):  # code nearer to the error has described it
         return
     if is_out_of_memory(error):
         error.add_note(f"In {what}, with the batch {described(batch)}. {memory}")
         return
     types = {str(parameter.dtype).removeprefix("torch.") for model in models for parameter in model.parameters()}
-    told = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."
+    note = f"In {what}, with the batch {described(batch)}; the model is of {' and '.join(sorted(types))}."
     if "float64" not in types and any(getattr(leaf, "dtype", None) is torch.float64 for leaf in leaves(batch)):
-        told += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
+        note += " Numbers of float64, as numpy has them, become float32 by .astype('float32') or .float()."
     if not types & {"uint8"} and any(getattr(leaf, "dtype", None) is torch.uint8 for leaf in leaves(batch)):
-        told += " Pixels of uint8 become float32 by .float() / 255."
+        note += " Pixels of uint8 become float32 by .float() / 255."
     if isinstance(error, TypeError) and "Trainer.compute_loss()" in str(error):
-        told += (
+        note += (
             " super().compute_loss takes (model, batch) alone, and returns a LossResult: give return result.mean, "
             "result.outputs."
         )
     if isinstance(error, TypeError) and "Trainer.training_step()" in str(error):
-        told += (
+        note += (
             " super().training_step takes (model, batch) alone; a loss function with a parameter num_items_in_batch is "
             "handed the count."
         )
     if _is_target_first(batch):
-        told += " The last value of a batch is the target: return (inputs, targets) from the dataset."
+        note += " The last value of a batch is the target: return (inputs, targets) from the dataset."
     if types & _NARROW and any(getattr(leaf, "dtype", None) is torch.float32 for leaf in leaves(batch)):
-        told += ' mixed_precision="bf16-true" casts the inputs, and the model, to bfloat16.'
-    error.add_note(told)
+        note += ' mixed_precision="bf16-true" casts the inputs, and the model, to bfloat16.'
+    error.add_note(note)
 
 
 def _is_target_first(batch: Any) -> bool:

@@ -48,9 +48,14 @@ _logger = get_logger(__name__)
 class _Peer(LightDataclass):
     """What is known of another rank: its last answer, and when that came."""
 
-    told: dict[str, Any] = field(default_factory=dict[str, Any])
+    report: dict[str, Any] = field(default_factory=dict[str, Any])
     heard_at: float = 0.0
     is_gone: bool = False  # nobody listens any more
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank has ended, or says that it ends."""
+        return self.is_gone or bool(self.report.get("ends"))
 
 
 class Watchdog:
@@ -144,12 +149,12 @@ class Watchdog:
         else:
             self._ask([next(self._turns) for _ in range(min(_ASKED_WHILE_MOVING, len(self._peers)))])
         now = time.monotonic()
-        self._save.hear([peer.told.get("save hangs", ()) for peer in self._peers.values()])
-        # A rank that waits for a save that hangs waits no longer once all have heard of it.
+        self._save.hear([peer.report.get("save hangs", ()) for peer in self._peers.values()])
+        # A rank stops waiting for a save that hangs once all ranks know that it hangs.
         patience = self._timeout * (_PATIENCE_WITH_SAVES if self._waits_for_save else 1)
         if idle >= patience and not any(self._is_moving(peer, now) for peer in self._peers.values()):
             self._end(now)
-        if any(peer.told.get("ends") for peer in self._peers.values()) and idle >= self._timeout / 2:
+        if any(peer.report.get("ends") for peer in self._peers.values()) and idle >= self._timeout / 2:
             self._end(now)
 
     def _ask(self, ranks: Sequence[int]) -> None:
@@ -158,7 +163,7 @@ class Watchdog:
             peer = self._peers[rank]
             peer.is_gone = rank in answers.refused
             if rank in answers.facts:
-                peer.told, peer.heard_at = answers.facts[rank], time.monotonic()
+                peer.report, peer.heard_at = answers.facts[rank], time.monotonic()
 
     def _moves(self, now: float) -> bool:
         """Whether this rank made progress: the training thread, the data worker it waits for, or a save."""
@@ -188,31 +193,31 @@ class Watchdog:
         return self._worked - worked > _BUSY * self._between
 
     def _stand(self) -> dict[str, Any]:
-        """Return where this rank is, as others are told."""
+        """Return where this rank is, for the others."""
         stack = Stack(self._watched)
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "at": _position(self._run),
             "idle": time.monotonic() - self._moved,
             "where": stack.lines,
             "waits": stack.waits_for_ranks,
             "ends": self._ends,
-            "save hangs": self._save.told,
+            "save hangs": self._save.report,
         }
         saves = self._saves
         if (worker := stack.worker) is not None:
-            told["for"] = f"waits for data worker {worker[0]} (pid {worker[1]}), "
+            report["for"] = f"waits for data worker {worker[0]} (pid {worker[1]}), "
         elif stack.waits_for_save and saves.target is not None:
             writing = [Stack(thread) for thread in saves.threads]
-            told["for"] = f"waits for the save of {saves.target.name} in the background, "
-            told["where"] = next((thread.lines for thread in writing), stack.lines)
-            told["waits"] = any(thread.waits_for_ranks for thread in writing)
-        return told
+            report["for"] = f"waits for the save of {saves.target.name} in the background, "
+            report["where"] = next((thread.lines for thread in writing), stack.lines)
+            report["waits"] = any(thread.waits_for_ranks for thread in writing)
+        return report
 
     def _is_moving(self, peer: _Peer, now: float) -> bool:
         """Whether a rank answers, and moves; one that waits began to a little later than the first."""
         if not peer.heard_at:  # it never could be asked
             return True
-        return self._is_heard(peer, now) and peer.told["idle"] < self._timeout / 2
+        return self._is_heard(peer, now) and peer.report["idle"] < self._timeout / 2
 
     def _is_heard(self, peer: _Peer, now: float) -> bool:
         return now - peer.heard_at < max(self._timeout / 2, _LEAST_SILENCE)
@@ -241,7 +246,7 @@ class Watchdog:
     def _wait_for(self, ranks: Sequence[int]) -> None:
         """Wait until other ranks know of the end: connections that are gone would be an error for them."""
         deadline = time.monotonic() + _GRACE
-        while left := [rank for rank in ranks if not (self._peers[rank].told.get("ends") or self._peers[rank].is_gone)]:
+        while left := [rank for rank in ranks if not self._peers[rank].has_ended]:
             if time.monotonic() > deadline:
                 return
             self._ask(left)
@@ -259,7 +264,7 @@ class Watchdog:
             self._connections.kill(rank)
 
     def _text(self, now: float) -> str:
-        stands = {self._rank: self._stand(), **{rank: peer.told for rank, peer in self._peers.items()}}
+        stands = {self._rank: self._stand(), **{rank: peer.report for rank, peer in self._peers.items()}}
         unheard = {rank: peer for rank, peer in self._peers.items() if not self._is_heard(peer, now)}
         gone = {rank for rank, peer in unheard.items() if peer.is_gone}
         # A rank that does not wait for the others is the one they wait for.
@@ -269,11 +274,11 @@ class Watchdog:
         names = " and ".join(f"rank {rank}" for rank in sorted(hang or gone))
         verb = ("hang" if hang else "ended") + ("s" if len(hang) == 1 else "")
         whose = f"{names} {verb}" if names else "all ranks wait for one another"
-        idle = max([now - self._moved, *(peer.told["idle"] for peer in self._peers.values() if peer.told)])
-        told = "\n".join(lines)
+        idle = max([now - self._moved, *(peer.report["idle"] for peer in self._peers.values() if peer.report)])
+        positions = "\n".join(lines)
         return (
             f"No rank has made progress for {idle:.0f} s (hang_timeout={self._timeout:g}): {whose}.\n"
-            f"{told}\n"
+            f"{positions}\n"
             f"The stacks of all threads are in {self._folder}/hang-process-*.txt. All ranks end now, with exit code "
             f'{EXIT_CODE}; with resume="auto" a restart continues from the last checkpoint. If a step may take that '
             "long, raise hang_timeout."
@@ -305,10 +310,10 @@ def watched(accelerator: "Accelerator", timeout: float | None, folder: Path | No
         watchdog.stop()
 
 
-def _place(told: dict[str, Any]) -> str:
-    if not told:
+def _place(report: dict[str, Any]) -> str:
+    if not report:
         return "before the first step"
-    return f"{told['at']}, {told.get('for', '')}in {' ← '.join(told['where'])}"
+    return f"{report['at']}, {report.get('for', '')}in {' ← '.join(report['where'])}"
 
 
 def _position(run: Run | None) -> str:

@@ -49,13 +49,13 @@ class SaveWatch:
         self._moved = now
 
     @property
-    def told(self) -> list[str]:
+    def report(self) -> list[str]:
         """The folder of a save that hangs on this rank, and where it hangs; for the other ranks."""
         hang = self._saves.hang if self._has_found else None
         return [] if hang is None else [str(self._saves.target), hang]
 
     def hear(self, ranks: Iterable[Sequence[str]]) -> None:
-        """Take over what others tell of their parts of the save, for which the part of this rank waits."""
+        """Take over the reports of other ranks about their parts of the save, for which the part of this rank waits."""
         hang = next((hang for target, hang in filter(None, ranks) if target == str(self._saves.target)), None)
         if self._saves.is_writing or (hang is None) == (self._saves.hang is None):
             return

@@ -59,8 +59,8 @@ class Difference:
 
 def parts_of(checkpoint: Path) -> list[str]:
     """Return what a checkpoint holds, in words."""
-    there = {_part(path, checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
-    return [part for part in dict.fromkeys(_PARTS.values()) if part in there]
+    held = {_part(path, checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
+    return [part for part in dict.fromkeys(_PARTS.values()) if part in held]
 
 
 def differences(expected: Path, actual: Path) -> list[Difference]:

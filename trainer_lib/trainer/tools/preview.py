@@ -97,10 +97,10 @@ class Preview:
         """Return the preview as text."""
         lines = [f"batches changed by {', '.join(self.changed_by)}"] if self.changed_by else []
         for number, batch in enumerate(self.batches, start=1):
-            told = _told(batch)
-            width = max(len(name) for name, _ in told)
+            descriptions = _descriptions(batch)
+            width = max(len(name) for name, _ in descriptions)
             rows = "" if batch.rows is None else f": {batch.rows} rows"
-            lines += [f"batch {number}{rows}", *(f"  {name:<{width}}  {text}" for name, text in told)]
+            lines += [f"batch {number}{rows}", *(f"  {name:<{width}}  {text}" for name, text in descriptions)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -111,7 +111,7 @@ class Preview:
             cells = "".join(
                 f'<tr><th style="text-align: left">{html.escape(name)}</th>'
                 f'<td style="text-align: left">{html.escape(text)}</td></tr>'
-                for name, text in _told(batch)
+                for name, text in _descriptions(batch)
             )
             rows = "" if batch.rows is None else f": {batch.rows} rows"
             parts.append(f"<table><caption>batch {number}{rows}</caption>{cells}</table>{_pictures(batch)}")
@@ -231,16 +231,16 @@ def _images(leaf: Tensor) -> list[Any]:
     return list(((images - low) / (high - low).clamp(min=1e-12)).numpy())
 
 
-def _told(batch: BatchView) -> list[tuple[str, str]]:
+def _descriptions(batch: BatchView) -> list[tuple[str, str]]:
     """Return what is shown of a batch, by what it is called."""
-    told = [(part.name, str(part)) for part in batch.parts]
+    descriptions = [(part.name, str(part)) for part in batch.parts]
     if batch.labels:
         most = sorted(batch.labels.items(), key=lambda pair: -pair[1])[:_CLASSES]
         more = f" and {len(batch.labels) - _CLASSES} more labels" if len(batch.labels) > _CLASSES else ""
-        told.append(("label counts", ", ".join(f"{count} × {label}" for label, count in sorted(most)) + more))
+        descriptions.append(("label counts", ", ".join(f"{count} × {label}" for label, count in sorted(most)) + more))
     for name, texts in batch.texts.items():
-        told += [(f"{name} as text", repr(text[:_LETTERS] + "…" * (len(text) > _LETTERS))) for text in texts]
-    return told
+        descriptions += [(f"{name} as text", repr(text[:_LETTERS] + "…" * (len(text) > _LETTERS))) for text in texts]
+    return descriptions
 
 
 def _pictures(batch: BatchView) -> str:

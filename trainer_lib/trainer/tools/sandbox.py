@@ -279,8 +279,8 @@ def _noting(configure: Callable[[], Any], kept: "list[_Optimizer]") -> Callable[
 
     def configure_optimizer() -> Any:
         made = configure()
-        there = made.values() if isinstance(made, Mapping) else [made]
-        kept.extend(_Optimizer(optimizer) for optimizer in there if isinstance(optimizer, Optimizer))
+        optimizers = made.values() if isinstance(made, Mapping) else [made]
+        kept.extend(_Optimizer(optimizer) for optimizer in optimizers if isinstance(optimizer, Optimizer))
         return made
 
     return configure_optimizer

@@ -133,10 +133,10 @@ def _study(trainer: TrainerInterface, is_more: bool, given: Any) -> Any:
     direction = "maximize" if is_more else "minimize"
     if given is None:
         return optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=trainer.args.seed))
-    there = [direction.name.lower() for direction in given.directions]
-    if there != [direction]:
+    directions = [direction.name.lower() for direction in given.directions]
+    if directions != [direction]:
         raise ConfigurationError(
-            f"The study's direction is {' and '.join(there)}, but this search must {direction}. Give "
+            f"The study's direction is {' and '.join(directions)}, but this search must {direction}. Give "
             f'optuna.create_study(direction="{direction}"), or greater_is_better=….'
         )
     return given
