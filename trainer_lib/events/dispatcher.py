@@ -177,7 +177,7 @@ class Dispatcher:
         for callback in self._callbacks:
             if id(callback) in self._silent:
                 continue
-            # Of its own class: a class derived from one that reads none may read them.
+            # Declared in its own class: a subclass of a class that reads no outputs may read them.
             reads_outputs = vars(type(callback)).get("reads_outputs", True)
             for event in EVENTS:
                 if overrides(callback, event):

@@ -281,7 +281,7 @@ class GradientWindow:
 
     def forget_weights(self, optimizer: Hashable) -> None:
         """Reset the weights of `optimizer`: its gradients were used or dropped."""
-        if not self._shares or self._shares.pop((optimizer,), None) is not None:  # alone, as usual
+        if not self._shares or self._shares.pop((optimizer,), None) is not None:  # it shares no weights, as usual
             return
         for optimizers in [key for key in self._shares if optimizer in key]:
             remaining = tuple(other for other in optimizers if other is not optimizer)

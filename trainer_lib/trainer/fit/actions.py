@@ -88,7 +88,7 @@ class Actions:
         # The last step's checkpoint comes after the last evaluation, which the end of the fit makes.
         if not self._ends and control.take("save"):
             self._saving.save()
-            if self._end.agreed_interruption() is not None:  # since then: what is saved is not saved again
+            if self._end.agreed_interruption() is not None:  # it came during this save: do not save again
                 self._interrupt()
                 return
         if control.take("stop"):
@@ -101,7 +101,7 @@ class Actions:
         if self._end.agreed_interruption() is not None:
             control.agree("interrupt")
         if self._owed.requests or (self.is_over and self._was_unfinished):
-            self._saver.forget_step()  # which was saved before the owed evaluation
+            self._saver.forget_step()  # its checkpoint was saved before the owed evaluation
         possible = {"save": context.folder is not None, "stop": True}
         for name, reason in self._owed.requests.items():
             if possible.get(name, bool(context.evaluation.sets)):  # with the data and arguments of this program

@@ -90,14 +90,14 @@ class FitEnd:
     def _finish(self) -> None:
         run, state, args = self._run, self._run.state, self._run.args
         self._log.log()
-        run.control.sync_across_ranks(self._context.group)  # requests of the last step, which no gradients took along
+        run.control.sync_across_ranks(self._context.group)  # no gradients carried the requests of the last step
         reason = run.control.reason
         if self._context.evaluation.interval is not None and not self._evaluations.evaluate_rest():
-            self._saver.forget_step()  # which does not know what asked for the end
+            self._saver.forget_step()  # its checkpoint does not hold what asked for the end
             self.interrupt({"stop": reason} if reason else {})
             return
         if not reason:
-            run.control.forget("stop")  # by the last evaluation: a resumed run would be stopped
+            run.control.forget("stop")  # the last evaluation asked for it: a resumed run would be stopped
         state.status, state.reason = ("stopped" if reason else "finished"), reason
         is_best = args.keep_best > 0 and state.best is not None and state.best.step == state.step
         is_asked = run.control.take("save")

@@ -47,7 +47,7 @@ def set_up(trainer: TrainerInterface, folder: RunFolder | None, control: Control
         begin_training(model, accelerator.unwrap_model(model))
     loader = accelerator.prepare_data_loader(unprepared)
     loader.trim_repeats()
-    if accelerator.use_distributed:  # alone, what a shuffle takes to draw would be for nobody
+    if accelerator.use_distributed:  # a single rank would draw a shuffle only to compare it with itself
         from trainer_lib.trainer.data import rank_data_check
 
         rank_data_check.check_training_data(accelerator.group, unprepared.dataset, loader)

@@ -47,9 +47,9 @@ class RunningMeans:
         self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
         self._batch: Any = None  # the batch of an evaluation whose values are collected apart
-        self.weightless: set[str] = set()  # what had nothing to it at the last `collect`
-        self.items = 0.0  # what the loss counted, when the sums were last put together
-        self.finishes: dict[str, Callable[[float], float]] = {}  # what `collect` makes of a mean, such as its root
+        self.weightless: set[str] = set()  # the names of weight 0 at the last `collect`
+        self.items = 0.0  # the items of the loss at the last sum over ranks
+        self.finishes: dict[str, Callable[[float], float]] = {}  # what `collect` applies to a mean, such as its root
 
     def add(self, name: str, value: float | Tensor, weight: Weight | None = None) -> None:
         """Add a value, which counts `weight` times: by default once, or in an evaluation once for each row.

@@ -15,8 +15,8 @@ _logger = get_logger(__name__)
 AUTO = "auto"
 _MARGIN = 5.0  # seconds, for what comes after the save: callbacks, the end of the program
 _BYTES_A_SECOND = 100e6  # what a disk is thought to take, as long as no save was measured
-_STATES = 3  # of the size of the weights, in a checkpoint: those of Adam, and the weights
-_FADING = 0.9  # of a step that took longer than usual, at each that follows
+_STATES = 3  # times the size of the weights in a checkpoint: the weights, and two states of Adam
+_FADING = 0.9  # the share of a slow step's time that counts at the next step, and again at each later one
 
 
 def deadline_in(value: str | float | datetime | None) -> float | None:
@@ -127,7 +127,7 @@ class TimedDeadline(Deadline):
         run = self._run
         save = run.state.save_seconds or 0.0
         due = self._evaluation if run.control.evaluate else 0.0
-        # After an evaluation that may be the best, one is saved too.
+        # An evaluation that may be the best is followed by a save.
         due += save if run.control.evaluate or run.control.save else 0.0
         return due + (save if run.accelerator.is_saving else 0.0)
 
@@ -142,6 +142,6 @@ def deadline_of(run: Run) -> Deadline:
     if ends is None or ends <= time.time() or not run.is_main_process:
         return Deadline()
     accelerator = run.accelerator
-    # Alone it is acted upon at once; on accelerators ranks learn of requests an update later.
+    # A single rank acts at once. Several learn of a request with the next gradients; on accelerators, an update later.
     steps_ahead = 1 if accelerator.num_processes == 1 else 2 if accelerator.device.type == "cpu" else 3
     return TimedDeadline(ends, run, steps_ahead)

@@ -19,7 +19,7 @@ class GradientCheck:
         self._group = context.group
         # All ranks begin their fits together, so they count them alike.
         self._fit = self._group.store("replicas").add(f"fits/{self._group.rank}", 1)
-        self._has_own_step = context.has_own_step  # which may leave out some batches
+        self._has_own_step = context.has_own_step  # a training_step of the user may leave out some batches
         self._without = 0  # updates without any gradient
         self.is_done = False
 
@@ -33,7 +33,7 @@ class GradientCheck:
         has_stepped = any(optimizer.has_stepped or optimizer.has_updated for optimizer in optimizers)
         accelerator = self._run.accelerator
         if not has_stepped and accelerator.strategy.withholds_gradients():
-            accelerator.unscale_gradients()  # which puts them where they are looked for
+            accelerator.unscale_gradients()  # this puts them into `grad`
         trained = self._run.trained_parameters
         has_gradients = any(parameter.grad is not None for parameter in trained)
         if not any(parameter.requires_grad for parameter in trained):

@@ -36,7 +36,7 @@ _LOOKS = 20  # during the timeout
 _MOST_BETWEEN_LOOKS = 5.0  # seconds
 _PATIENCE = (0.5, 2.0)  # seconds at least and at most for the others to answer
 _LEAST_SILENCE = 2.0  # seconds, on a busy machine
-_ASKED_WHILE_MOVING = 8  # ranks a look, so that something is known of one that is stopped
+_ASKED_WHILE_MOVING = 8  # ranks asked at each look, so that the last answer of a rank that stops is recent
 _PATIENCE_WITH_SAVES = 1.5  # times the timeout
 _GRACE = 2.0  # seconds for the others to end too, before an error of the backend ends them
 _BUSY = 0.02  # of a processor: a thread that computes more than that moves
@@ -170,8 +170,8 @@ class Watchdog:
         stack, run = Stack(self._watched), self._run
         self._waits_for_save = stack.waits_for_save
         progress = None if run is None else (run.state.step, run.state.micro_batches, id(run.batch))
-        # A step that takes this long turns in circles, and so does reading once there was a batch. All other code may
-        # compute for as long as it wants.
+        # A step that takes this long hangs even if it computes, and so does reading once there was a batch. All other
+        # code may compute for as long as it wants.
         has_read = run is not None and run.state.steps_in_epoch > 0 and run.state.micro_batches > self._began_at
         reads_on = has_read and stack.is_in_data
         is_strict = (stack.is_in_step or reads_on) and not stack.is_compiling
@@ -181,7 +181,7 @@ class Watchdog:
             return True
         if (worker := stack.worker) is not None:
             return self._work.is_seen(worker[1], self._between) and not is_strict
-        if not self._peers and not (is_strict or self._waits_for_save):  # alone: it may wait for somebody who types
+        if not self._peers and not (is_strict or self._waits_for_save):  # a single rank may wait for a person who types
             return True
         return self._count_work() and not is_strict
 
@@ -215,7 +215,7 @@ class Watchdog:
 
     def _is_moving(self, peer: _Peer, now: float) -> bool:
         """Whether a rank answers, and moves; one that waits began to a little later than the first."""
-        if not peer.heard_at:  # it never could be asked
+        if not peer.heard_at:  # it has never answered
             return True
         return self._is_heard(peer, now) and peer.report["idle"] < self._timeout / 2
 
@@ -235,7 +235,7 @@ class Watchdog:
                     file.write(f"\nData worker {worker[0]} (pid {worker[1]}):\n{stacks_of_worker(worker[1])}")
         record_failure("HangError", text)
         recorded = time.time()
-        leads = self._rank < min(heard, default=len(self._peers) + 1)  # one of those that still can acts for all
+        leads = self._rank < min(heard, default=len(self._peers) + 1)  # the lowest rank that answers acts for all
         if leads:
             print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201 - a logger may hang
         self._wait_for(heard)
@@ -258,7 +258,7 @@ class Watchdog:
             return
         silent = [rank for rank, peer in self._peers.items() if rank not in heard and not peer.is_gone]
         if silent and environment.error_file() is not None:
-            # torch's agents name the first failure, by whole seconds: this one, not that of a killed rank.
+            # torch's agents name the first failure by whole seconds: it must be this one, not that of a killed rank.
             time.sleep(max(0.0, int(recorded) + 1 - time.time()))
         for rank in silent:
             self._connections.kill(rank)

@@ -29,8 +29,8 @@ class _Taken(NamedTuple):
     """A batch of a window."""
 
     batch: Any
-    weighs_nothing: bool  # this rank only takes part with it
-    samples: int | None  # that it is made of; None: not known
+    weighs_nothing: bool  # it is a filler batch: this rank only takes part in collectives
+    samples: int | None  # None: unknown
 
 
 class MicroBatching:
@@ -70,7 +70,7 @@ class MicroBatching:
             self._begin()
         taken = _Taken(batch, self._context.run.weighs_nothing, self._context.loader.samples_in_batch)
         self._batches.append(taken)
-        self._window.is_local = True  # parts tell the others nothing
+        self._window.is_local = True  # parts send nothing to the other ranks
         try:
             result = self._computed(model, taken)
         except (RuntimeError, MemoryError) as error:
@@ -154,7 +154,7 @@ class MicroBatching:
             self._reduce(error)
             free_memory_of(error)
             try:
-                if self._batches[-1].weighs_nothing:  # the window has nothing of it
+                if self._batches[-1].weighs_nothing:  # it adds nothing to the window
                     return self._computed(model, self._batches[-1])
                 self._undo()
                 return self._again(model)
@@ -177,7 +177,7 @@ class MicroBatching:
         for optimizer in run.optimizers.values():
             optimizer.restart_window()
         for model in self._context.models:
-            model.zero_grad()  # of what no optimizer has, too
+            model.zero_grad()  # parameters without an optimizer have gradients too
         self._context.means.go_back(self._mark)
         self._mark = self._context.means.mark()
         self._generators.load_state_dict(self._drawn)

@@ -21,8 +21,8 @@ from trainer_lib.trainer.safety.nonfinite_report import NonFiniteReport
 
 _logger = get_logger(__name__)
 
-_REMEMBERED, _KNOWN = 50, 10  # losses that a spike is measured by, and how many there have to be
-_OVERFLOWS = 50  # of fp16 in a row, by when its scale is next to nothing
+_REMEMBERED, _KNOWN = 50, 10  # losses that a spike is compared with: at most, and at least
+_OVERFLOWS = 50  # overflows of fp16 in a row, after which its scale is close to 0
 
 
 class NonFiniteGuard:
@@ -166,7 +166,7 @@ class NonFiniteGuard:
             self._overflows = 0
             return True
         if self.is_scaled and not any(self._is_spoiled(optimizer) for optimizer in optimizers):
-            self._overflows += 1  # a scale that was too large; the scaler leaves this one out, and lowers it
+            self._overflows += 1  # the scale was too large: the scaler skips this update, and lowers it
             if self._overflows < _OVERFLOWS:
                 return True
         return self._refuse(self._report.find(norm))

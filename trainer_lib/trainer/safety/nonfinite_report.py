@@ -122,7 +122,7 @@ class NonFiniteReport:
         """Return which gradients of the last batch are not finite on this process alone."""
         accelerator, models = self._context.accelerator, self._context.models
         if accelerator.strategy.needs_lockstep:
-            return []  # a gradient that is not shared cannot be had
+            return []  # a rank cannot compute gradients alone
         for optimizer in self._run.optimizers.values():
             optimizer.optimizer.zero_grad()
         try:

@@ -161,7 +161,7 @@ class Peers:
         pending[connection] = _Question(rank)
         send = partial(self._send, answers=answers, pending=pending)
         self._selector.register(connection, selectors.EVENT_WRITE, send)
-        with suppress(OSError):  # what went wrong is told when it is written to
+        with suppress(OSError):  # an error shows when the connection is written to
             connection.connect_ex((address, self._cards[rank]["port"]))
 
     def _address(self, rank: int) -> str:
@@ -242,7 +242,7 @@ def _process(pid: int) -> Facts | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it points to nothing
-        # A number is given away again, so it is the time of the start that tells.
+        # The system uses pids again, so the time of the start identifies the process.
         return {"pid": pid, "space": f"{boot} {space}", "began": began_at(pid)}
     except OSError:
         return None

@@ -26,7 +26,7 @@ class SaveWatch:
         self._saves, self._timeout = saves, timeout
         self._places: list[list[tuple[int, int]]] | None = None
         self._moved = 0.0
-        self._has_found = self._has_heard = False  # that it hangs: here, or from another rank
+        self._has_found = self._has_heard = False  # a hang: on this rank, or reported by another
         self.is_moving = False
 
     def look(self, now: float) -> None:

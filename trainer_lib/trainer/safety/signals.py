@@ -46,7 +46,7 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._noted: list[int] = []
         self._first_at: float | None = None
-        self._wakeup: tuple[int, int] | None = None  # what it was, and where the thread is told
+        self._wakeup: tuple[int, int] | None = None  # the descriptor set before, and the one that wakes the thread
         self.caught: list[str] = []
         self.left: dict[str, str] = {}
         for name in names:
@@ -71,7 +71,7 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:  # else somebody has put another one there meanwhile
+            if signal.getsignal(number) == self._note:  # else other code has replaced it
                 signal.signal(number, handler)
         if self._wakeup is not None:
             (before, writes), self._wakeup = self._wakeup, None
@@ -100,7 +100,7 @@ class Signals:
         for number in self._noted:
             before = self._before[number]
             if callable(before) and before is not signal.default_int_handler:
-                before(number, None)  # the frame would have kept what a step had in hand
+                before(number, None)  # a kept frame would have kept the tensors of its step in memory
 
     def _hand_back(self, number: int) -> None:
         """Do in a fork what the signal did before. Of a loader's worker it is the training that sees to its end."""

@@ -13,9 +13,9 @@ from trainer_lib.checkpointing.save.background import BackgroundSaves
 from trainer_lib.data_loader.worker_process import STACKS_SIGNAL, worker_stacks
 
 _SHOWN_FRAMES = 4
-_MOST_FRAMES = 64  # of which a move is noticed
+_MOST_FRAMES = 64  # compared to notice progress
 _PATIENCE = 2.0  # seconds for a worker to write its stacks
-_SETTLED = 10  # looks at the same text, one after the other, after which it is taken to be whole
+_SETTLED = 10  # equal readings in a row, after which a text counts as complete
 # By name: the loop imports what this module is part of, and only some runs need the writers.
 _STEP, _EPOCH, _READ = "TrainLoop.micro_batch", "TrainLoop.epoch", "PreparedLoader.__iter__"
 _WAIT_FOR_SAVE = BackgroundSaves.wait_until_released.__code__
