@@ -23,7 +23,7 @@ from trainer_lib.logging import get_logger
 from trainer_lib.modules.compilation import undo_compilation
 from trainer_lib.optimizer import AcceleratedOptimizer
 from trainer_lib.options.accumulation_options import GradientAccumulationPlugin, accumulation_plugin
-from trainer_lib.options.base import KwargsHandler, check_count, check_flag
+from trainer_lib.options.base import KwargsHandler, check_count, check_flags
 from trainer_lib.options.compile_options import Backend, TorchDynamoPlugin, compilation_plugin
 from trainer_lib.options.data_options import DataLoaderConfiguration
 from trainer_lib.options.enums import DynamoBackend, FP8BackendType, PrecisionType
@@ -134,13 +134,12 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         construction.check_names(older_arguments, Accelerator.__init__)
         if split_batches is not None:
             older_arguments["split_batches"] = split_batches
-        for name, flag in (
-            ("device_placement", device_placement),
-            ("cpu", cpu),
-            ("step_scheduler_with_optimizer", step_scheduler_with_optimizer),
-            ("scheduler_steps_per_process", scheduler_steps_per_process),
-        ):
-            check_flag(name, flag)
+        check_flags(
+            device_placement=device_placement,
+            cpu=cpu,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps_per_process=scheduler_steps_per_process,
+        )
         construction.check_generators(rng_types)
         handlers = construction.Handlers([] if kwargs_handlers is None else kwargs_handlers)
         self.dataloader_config: DataLoaderConfiguration = construction.data_configuration(
@@ -150,24 +149,19 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
         self.log_with: list[str | GeneralTracker] = checked_trackers(log_with, project)
         self._handlers = handlers
         group_options = self.init_handler or InitProcessGroupKwargs()
-        precision = construction.precision_name(mixed_precision, older_arguments)
-        deepspeed = construction.deepspeed_plugins(deepspeed_plugin, deepspeed_plugins)
-        if deepspeed is not None:
-            precision = deepspeed.active.agreed_precision(precision)
-            if gradient_accumulation_plugin is None:
-                gradient_accumulation_steps = deepspeed.active.agreed_accumulation(gradient_accumulation_steps)
-        megatron_lm = construction.megatron_lm_plugin(megatron_lm_plugin)
-        if megatron_lm is not None and gradient_accumulation_plugin is None:
-            gradient_accumulation_steps = megatron_lm.agreed_accumulation(gradient_accumulation_steps)
+        engines = construction.engine_plugins(deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin)
+        precision = engines.agreed_precision(construction.precision_name(mixed_precision, older_arguments))
+        if gradient_accumulation_plugin is None:
+            gradient_accumulation_steps = engines.agreed_accumulation(gradient_accumulation_steps)
         plugin = accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.state: AcceleratorState = AcceleratorState(
             precision,
             cpu,
             dynamo_plugin=compilation_plugin(dynamo_backend, dynamo_plugin),
-            deepspeed_plugin=deepspeed,
+            deepspeed_plugin=engines.deepspeed,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm,
+            megatron_lm_plugin=engines.megatron_lm,
             parallelism_config=parallelism_config,
             _from_accelerator=True,
             **group_options.to_kwargs(),
@@ -178,7 +172,7 @@ class Accelerator(PrepareMethods, SequenceMethods, TrackingMethods, CheckpointMe
             self.state.mixed_precision,
             self.device.type,
             handlers.get(AutocastKwargs),
-            self.scaler_handler or construction.scaler_of_deepspeed(deepspeed, self.state.mixed_precision),
+            self.scaler_handler or construction.scaler_of_deepspeed(engines.deepspeed, self.state.mixed_precision),
             handlers.fp8_recipe(),
         )
         construction.check_compilation(

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -142,7 +142,29 @@ def scaler_of_deepspeed(plugins: "DeepSpeedPlugins | None", precision: Any) -> G
     )
 
 
-def megatron_lm_plugin(plugin: Any) -> "MegatronLMPlugin | None":
+class EnginePlugins(NamedTuple):
+    """The plugins of other engines, which may set the precision and the accumulation too."""
+
+    deepspeed: "DeepSpeedPlugins | None"
+    megatron_lm: "MegatronLMPlugin | None"
+
+    def agreed_precision(self, requested: Any) -> Any:
+        """Return the precision that was requested, or that of a plugin; raise if they differ."""
+        return requested if self.deepspeed is None else self.deepspeed.active.agreed_precision(requested)
+
+    def agreed_accumulation(self, requested: int | None) -> int | None:
+        """Return the micro-batches of a window that were requested, or those of a plugin; raise if they differ."""
+        if self.deepspeed is not None:
+            requested = self.deepspeed.active.agreed_accumulation(requested)
+        return requested if self.megatron_lm is None else self.megatron_lm.agreed_accumulation(requested)
+
+
+def engine_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any, megatron_lm_plugin: Any) -> EnginePlugins:
+    """Return the plugins of other engines, given or asked for by the launcher."""
+    return EnginePlugins(_deepspeed_plugins(deepspeed_plugin, deepspeed_plugins), _megatron_lm(megatron_lm_plugin))
+
+
+def _megatron_lm(plugin: Any) -> "MegatronLMPlugin | None":
     """Return the plugin of Megatron-LM, given or asked for by the launcher, or `None`, and warn of idle fields."""
     if plugin is None and not environment.megatron_lm_requested():
         return None
@@ -156,7 +178,7 @@ def megatron_lm_plugin(plugin: Any) -> "MegatronLMPlugin | None":
     return plugin
 
 
-def deepspeed_plugins(plugin: Any, plugins: Any) -> "DeepSpeedPlugins | None":
+def _deepspeed_plugins(plugin: Any, plugins: Any) -> "DeepSpeedPlugins | None":
     """Return the DeepSpeed plugins, given under one of two names or asked for by the launcher, or `None`."""
     if plugin is not None and plugins is not None:
         raise ConfigurationError("Accelerator got both deepspeed_plugin and deepspeed_plugins. Give one.")

@@ -99,3 +99,9 @@ def check_flag(option: str, value: object) -> None:
     """Raise unless `value` is true or false."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{option} must be True or False, got {shown(value)}.")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise unless all of these options are true or false."""
+    for option, value in flags.items():
+        check_flag(option, value)
