@@ -77,32 +77,27 @@ def _check_direction(options: argparse.Namespace) -> None:
 
     if options.to not in (None, "megatron", *LAYOUTS):
         raise ConfigurationError(unknown("library", options.to, ["megatron", *LAYOUTS]))
-    is_from_megatron = options.to is None and _is_megatron(options.folder)
-    is_set = {
-        "--epochs": options.epochs is not None,
-        "--without": bool(options.without),
-        "--overwrite": options.overwrite,
-        "--allow-pickle": options.allow_pickle,
-        "--max-shard-size": options.max_shard_size is not None,
-    }
-    for name in ("--tensor-parallel", "--pipeline-parallel", "--transformer-impl"):
-        if getattr(options, name.strip("-").replace("-", "_")) is not None and options.to != "megatron":
-            raise ConfigurationError(
-                f"{name} needs --to megatron. `trainer-lib checkpoint convert -h` lists the options."
-            )
+    exports, is_to_megatron = options.to is not None, options.to == "megatron"
+    is_from_megatron = not exports and _is_megatron(options.folder)
     if options.vocab_size is not None and not is_from_megatron:
         raise ConfigurationError(f"--vocab-size needs a checkpoint of Megatron-LM (got {options.folder}).")
-    of_exports = ("--overwrite", "--allow-pickle")
-    for name in (name for name, value in is_set.items() if value):
-        reason = None
-        if (name in of_exports) != (options.to is not None):
-            reason = "needs --to" if name in of_exports else "has no effect with --to"
-        elif options.to == "megatron":
-            reason = "has no effect with --to megatron"
-        elif is_from_megatron and name in ("--epochs", "--without"):
-            reason = "has no effect with a checkpoint of Megatron-LM, of which weights alone are converted"
-        if reason is not None:
-            raise ConfigurationError(f"{name} {reason}. `trainer-lib checkpoint convert -h` lists the options.")
+    only_weights = "has no effect with a checkpoint of Megatron-LM, of which weights alone are converted"
+    for is_refused, reason, names in (
+        (not is_to_megatron, "needs --to megatron", ("tensor_parallel", "pipeline_parallel", "transformer_impl")),
+        (not exports, "needs --to", ("overwrite", "allow_pickle")),
+        (exports, "has no effect with --to", ("epochs", "without", "max_shard_size")),
+        (is_to_megatron, "has no effect with --to megatron", ("overwrite", "allow_pickle")),
+        (is_from_megatron, only_weights, ("epochs", "without")),
+    ):
+        for name in names:
+            if is_refused and _is_set(getattr(options, name)):
+                raise ConfigurationError(
+                    f"--{name.replace('_', '-')} {reason}. `trainer-lib checkpoint convert -h` lists the options."
+                )
+
+
+def _is_set(value: Any) -> bool:
+    return value is not False and value not in (None, [])
 
 
 def _is_megatron(folder: Path) -> bool:
