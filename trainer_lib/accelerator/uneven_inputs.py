@@ -44,21 +44,7 @@ def _chosen(engine: Engine, joinables: Any) -> list[Any]:
             f"{'an empty list' if joinables in ([], ()) else f'a {type(joinables).__name__}'}). For one model: "
             "join_uneven_inputs([model])."
         )
-    chosen: list[Any] = []
-    for joinable in joinables:
-        is_prepared = any(joinable is model for model in engine.prepared.models)
-        if isinstance(joinable, nn.Module) and not is_prepared:
-            if not joinable.training:  # evaluated, such as averaged weights: it runs no collectives
-                continue
-            raise PreparationError(
-                f"join_uneven_inputs got a {type(joinable).__name__} that is not prepared, so its gradients are not "
-                "reduced across ranks. Give the model that prepare() returned, or call eval() if you only evaluate it."
-            )
-        if not is_prepared and (isinstance(joinable, Optimizer) or not hasattr(joinable, "join_hook")):
-            raise ConfigurationError(
-                f"join_uneven_inputs takes prepared models only (got a {type(joinable).__name__})."
-            )
-        chosen.append(joinable)
+    chosen = [joinable for joinable in joinables if _takes_part(joinable, engine.prepared.models)]
     for optimizer in engine.prepared.optimizers:
         if hasattr(optimizer.optimizer, "join_hook"):
             raise UnsupportedError(
@@ -66,6 +52,22 @@ def _chosen(engine: Engine, joinables: Any) -> list[Any]:
                 "gradients to compute them from. Use a plain optimizer with join_uneven_inputs."
             )
     return chosen
+
+
+def _takes_part(joinable: Any, models: Sequence[nn.Module]) -> bool:
+    """Whether ranks wait for each other in this object; raise for one that cannot take part."""
+    if any(joinable is model for model in models):
+        return True
+    if isinstance(joinable, nn.Module):
+        if not joinable.training:  # evaluated, such as averaged weights: it runs no collectives
+            return False
+        raise PreparationError(
+            f"join_uneven_inputs got a {type(joinable).__name__} that is not prepared, so its gradients are not "
+            "reduced across ranks. Give the model that prepare() returned, or call eval() if you only evaluate it."
+        )
+    if isinstance(joinable, Optimizer) or not hasattr(joinable, "join_hook"):
+        raise ConfigurationError(f"join_uneven_inputs takes prepared models only (got a {type(joinable).__name__}).")
+    return True
 
 
 @contextmanager
