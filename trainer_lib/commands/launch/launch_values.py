@@ -160,28 +160,33 @@ def _variable_of(name: str) -> str:
 
 def _check_needs(values: LaunchValues) -> None:
     """Raise for options that have no effect without another one, or a file."""
-    for name, setting in SETTINGS.items():
-        if setting.group == "aws" and values.is_asked(name) and values.sagemaker is None:
-            raise ConfigurationError(
-                f"--{name} has no effect without a configuration file that says `compute_environment: "
-                "AMAZON_SAGEMAKER`. `trainer-lib config` writes one; --config_file names it."
-            )
-    if str(values["mixed_precision"]).lower() != "fp8":
-        for name, setting in SETTINGS.items():
-            if setting.group == "fp8" and values.source(name)[:2] == "--":
-                raise ConfigurationError(
-                    f"--{name} has no effect without --mixed_precision fp8. Add it, or leave --{name} out."
-                )
-    groups = (
+    aws = [name for name, setting in SETTINGS.items() if setting.group == "aws" and values.is_asked(name)]
+    if aws and values.sagemaker is None:
+        raise ConfigurationError(
+            f"--{aws[0]} has no effect without a configuration file that says `compute_environment: "
+            "AMAZON_SAGEMAKER`. `trainer-lib config` writes one; --config_file names it."
+        )
+    fp8 = _typed_options(values, "fp8")
+    if fp8 and str(values["mixed_precision"]).lower() != "fp8":
+        raise ConfigurationError(
+            f"--{fp8[0]} has no effect without --mixed_precision fp8. Add it, or leave --{fp8[0]} out."
+        )
+    for switch, group in (
         ("use_fsdp", "fsdp"),
         ("use_deepspeed", "deepspeed"),
         ("use_megatron_lm", "megatron_lm"),
         ("use_parallelism_config", "parallelism"),
-    )
-    for switch, group in groups:
-        for name, setting in SETTINGS.items():
-            if setting.group == group and not values[switch] and name != switch and values.source(name)[:2] == "--":
-                raise ConfigurationError(f"--{name} has no effect without --{switch}. Add --{switch}, or leave it out.")
+    ):
+        options = [name for name in _typed_options(values, group) if name != switch]
+        if options and not values[switch]:
+            raise ConfigurationError(
+                f"--{options[0]} has no effect without --{switch}. Add --{switch}, or leave it out."
+            )
+
+
+def _typed_options(values: LaunchValues, group: str) -> list[str]:
+    """Return the options of a group that are on the command line."""
+    return [name for name, setting in SETTINGS.items() if setting.group == group and values.source(name)[:2] == "--"]
 
 
 def _check_engines(values: LaunchValues) -> None:
