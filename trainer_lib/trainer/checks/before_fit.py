@@ -225,30 +225,39 @@ def _check(trainer: TrainerInterface) -> dict[str, DataLoader[Any]]:
 
 def _check_models(trainer: TrainerInterface) -> None:
     for model in _models(trainer):
-        if (
-            not trainer.parts.loss.is_overridden
-            and inspect.getattr_static(type(model), "forward") is nn.Module.forward
-            and "forward" not in vars(model)
-        ):
-            raise ConfigurationError(
-                f"{type(model).__name__} has no forward, so it cannot be called. Derive a class with one, or override "
-                "compute_loss(model, batch)."
-            )
-        for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
-                raise ConfigurationError(
-                    f"The parameter {name} of {type(model).__name__} is in a lazy layer and has no shape yet. Call the "
-                    "model once, model(batch), before you give it to the Trainer."
-                )
-            if parameter.is_meta and not has_offloaded_params(model.get_submodule(name.rpartition(".")[0])):
-                raise ConfigurationError(
-                    f"The parameter {name} of {type(model).__name__} is on the meta device and has no values. Load the "
-                    "model without a device_map that leaves parts of it on disk, or fill it: "
-                    "model.to_empty(device='cpu'), then initialize it."
-                )
+        if not trainer.parts.loss.is_overridden:
+            _check_has_forward(model)
+        _check_has_values(model)
         _check_not_quantized(model)
-    if _has_own(trainer, "configure_optimizer") or trainer.optimizer is not None:
-        return  # the optimizer may train parameters outside the models
+    if not _has_own(trainer, "configure_optimizer") and trainer.optimizer is None:  # which may train other parameters
+        _check_trains_parameters(trainer)
+
+
+def _check_has_forward(model: nn.Module) -> None:
+    if inspect.getattr_static(type(model), "forward") is nn.Module.forward and "forward" not in vars(model):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no forward, so it cannot be called. Derive a class with one, or override "
+            "compute_loss(model, batch)."
+        )
+
+
+def _check_has_values(model: nn.Module) -> None:
+    """Raise for a parameter without a shape or values, unless a hook brings them for the forward."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"The parameter {name} of {type(model).__name__} is in a lazy layer and has no shape yet. Call the "
+                "model once, model(batch), before you give it to the Trainer."
+            )
+        if parameter.is_meta and not has_offloaded_params(model.get_submodule(name.rpartition(".")[0])):
+            raise ConfigurationError(
+                f"The parameter {name} of {type(model).__name__} is on the meta device and has no values. Load the "
+                "model without a device_map that leaves parts of it on disk, or fill it: "
+                "model.to_empty(device='cpu'), then initialize it."
+            )
+
+
+def _check_trains_parameters(trainer: TrainerInterface) -> None:
     named = " and ".join(type(model).__name__ for model in _models(trainer))
     parameters = [parameter for model in _whole_models(trainer) for parameter in model.parameters()]
     if not parameters:
