@@ -135,22 +135,20 @@ def _from_arrays(data: Any, option: str) -> Columns | None:
     if _is_of_pandas(data) and hasattr(data, "columns"):
         return Columns({str(name): data[name].to_numpy() for name in data.columns}, option)
     if isinstance(data, tuple):  # inputs and targets
-        data = tuple(column.to_numpy() if _is_of_pandas(column) else column for column in data)
+        data = tuple(map(_as_array, data))
     elif isinstance(data, dict):
-        data = {name: column.to_numpy() if _is_of_pandas(column) else column for name, column in data.items()}
+        data = {name: _as_array(column) for name, column in data.items()}
     if type(data) is TensorDataset:
         return Columns(data.tensors, option)
-    if _is_array(data) or (
-        isinstance(data, tuple) and data and all(_is_array(column) or type(column) is list for column in data)
-    ):
-        return Columns(data, option)
-    if (
-        isinstance(data, Mapping)
-        and len(data)  # a TensorDict has no truth
-        and all(_is_array(column) or isinstance(column, (list, tuple)) for column in data.values())
-    ):
-        return Columns(data, option)
-    return None
+    return Columns(data, option) if _is_of_columns(data) else None
+
+
+def _is_of_columns(data: Any) -> bool:
+    if isinstance(data, tuple):
+        return bool(data) and all(_is_array(column) or type(column) is list for column in data)
+    if isinstance(data, Mapping) and len(data):  # a TensorDict has no truth
+        return all(_is_array(column) or isinstance(column, (list, tuple)) for column in data.values())
+    return _is_array(data)
 
 
 def _rejection_reason(data: Any) -> str | None:
@@ -187,6 +185,10 @@ def _rejection_reason(data: Any) -> str | None:
 
 def _is_of_pandas(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "to_numpy")
+
+
+def _as_array(column: Any) -> Any:
+    return column.to_numpy() if _is_of_pandas(column) else column
 
 
 def _is_array(value: Any) -> bool:
