@@ -159,6 +159,11 @@ def _check_classes(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
             f"{requirement}, as int64, got {kind(targets)}. Give targets.long(), or for values instead of classes use "
             "torch.nn.functional.mse_loss."
         )
+    _check_class_shape(requirement, outputs, targets)
+    _check_class_range(requirement, outputs, targets, ignored)
+
+
+def _check_class_shape(requirement: str, outputs: Tensor, targets: Tensor) -> None:
     expected = (outputs.shape[0], *outputs.shape[2:]) if outputs.ndim > 1 else ()
     if targets.shape != expected:
         hint = " The classes must be the second dimension: (samples, classes, …)." if outputs.ndim > 2 else ""
@@ -168,6 +173,9 @@ def _check_classes(name: str, outputs: Tensor, targets: Tensor, ignored: int) ->
             f"{requirement}, of shape {expected} for outputs of shape {tuple(outputs.shape)}, got "
             f"{tuple(targets.shape)}.{hint}"
         )
+
+
+def _check_class_range(requirement: str, outputs: Tensor, targets: Tensor, ignored: int) -> None:
     classes = outputs.shape[1] if outputs.ndim > 1 else outputs.shape[0]
     counted = targets[are_valid(targets, ignored)]
     if not counted.numel():
