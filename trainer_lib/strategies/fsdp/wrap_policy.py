@@ -50,23 +50,26 @@ def ignored_modules(model: nn.Module, option: Iterable[nn.Module] | str | None) 
     """
     if option is None:
         return set()
+    named = _matching(model, option) if isinstance(option, str) else list(option)
     known = set(model.modules())
-    if isinstance(option, str):
-        ignored = [module for name, module in model.named_modules() if re.fullmatch(option, name)]
-        if not ignored:
-            names = [name for name, _ in model.named_modules() if name]
+    for module in named:
+        if not isinstance(module, nn.Module) or module not in known:
             raise ConfigurationError(
-                f"ignored_modules={shown(option)} matches no module's name.{did_you_mean(option, names)} Known: "
-                f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}."
+                f"ignored_modules holds a {type(module).__name__} that is not in this {type(model).__name__}."
             )
-    else:
-        ignored = list(option)
-        for module in ignored:
-            if not isinstance(module, nn.Module) or module not in known:
-                raise ConfigurationError(
-                    f"ignored_modules holds a {type(module).__name__} that is not in this {type(model).__name__}."
-                )
-    return {inner for module in ignored for inner in module.modules()}
+    return {inner for module in named for inner in module.modules()}
+
+
+def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+    """Return the modules whose whole name matches a pattern."""
+    matches = [module for name, module in model.named_modules() if re.fullmatch(pattern, name)]
+    if not matches:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ConfigurationError(
+            f"ignored_modules={shown(pattern)} matches no module's name.{did_you_mean(pattern, names)} Known: "
+            f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}."
+        )
+    return matches
 
 
 def _chosen(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: set[nn.Module]) -> set[nn.Module]:
