@@ -45,13 +45,15 @@ def check_schedule(plugin: Any) -> None:
         value = getattr(plugin, name)
         if value is not None:
             check_at_least_zero(name, value)
-    ends = plugin.start_weight_decay, plugin.end_weight_decay
-    if (plugin.weight_decay_incr_style == "constant") != (ends == (None, None)) or (
-        None in ends and any(end is not None for end in ends)
-    ):
+    start, end, is_constant = (
+        plugin.start_weight_decay,
+        plugin.end_weight_decay,
+        plugin.weight_decay_incr_style == "constant",
+    )
+    if (start is None) != is_constant or (end is None) != is_constant:
         raise ConfigurationError(
             "start_weight_decay and end_weight_decay belong to weight_decay_incr_style='linear' or 'cosine' (got "
-            f"{ends[0]}, {ends[1]} and {plugin.weight_decay_incr_style!r}). Give all three, or none."
+            f"{start}, {end} and {plugin.weight_decay_incr_style!r}). Give all three, or none."
         )
 
 
