@@ -55,11 +55,7 @@ class FreshOptimizers:
     def _take_rates(self) -> None:
         for name, optimizer in self._run.optimizers.items():
             for group, fresh in zip(optimizer.param_groups, self._groups[name], strict=True):
-                before, now = (float(options.get("initial_lr", options["lr"])) for options in (group, fresh))
-                if before != now:
-                    _set_rate(group, float(group["lr"]) * now / before if before else now)
-                    if "initial_lr" in group:
-                        group["initial_lr"] = fresh["initial_lr"]
+                _scale_rate(group, fresh)
         for name, schedule in self._run.schedulers.items():
             if self._bases[name]:
                 schedule.scheduler.base_lrs = list(self._bases[name])
@@ -90,6 +86,16 @@ class FreshOptimizers:
             _set_rate(group, float(rate))
         # torch's schedules have no public way to set what `get_last_lr` returns.
         schedule._last_lr = rates  # pyright: ignore[reportPrivateUsage]
+
+
+def _scale_rate(group: dict[str, Any], fresh: dict[str, Any]) -> None:
+    """Change a learning rate by the ratio of the fresh base rate to the one that was loaded."""
+    before, now = (float(options.get("initial_lr", options["lr"])) for options in (group, fresh))
+    if before == now:
+        return
+    _set_rate(group, float(group["lr"]) * now / before if before else now)
+    if "initial_lr" in group:
+        group["initial_lr"] = fresh["initial_lr"]
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
