@@ -50,7 +50,7 @@ class Engine:
     @property
     def trains_locally(self) -> bool:
         """Whether ranks train copies of a model that differ (`LocalSGD`, `DiLoCo`)."""
-        return self.window.is_local and self.world_size > 1
+        return self.window.is_local and self.state.use_distributed
 
     @property
     def has_whole_tensors(self) -> bool:

@@ -65,7 +65,7 @@ def prepare_pippy(
         )
     parts = cast(Any, model)
     parts.hf_split_points = []
-    if state.num_processes > 1:
+    if state.use_distributed:
         cut = _cut(model, split_points, no_split_module_classes, state.num_processes)
         parts.hf_split_points = [cut.blocks[start] for start in cut.bounds[1:-1]]
         pipeline = _InferencePipeline(model, cut, count, gather_output, state.device)

@@ -167,7 +167,7 @@ class _Check:
     def _fail(self, stage: str, error: Exception, doing: str = "") -> None:
         """Note an error as the failure of a stage; raise it again if other ranks may wait for this one."""
         is_known = isinstance(error, TrainerLibError)
-        if self._accelerator.num_processes > 1 and not is_known:
+        if self._accelerator.use_distributed and not is_known:
             raise error
         self._add(stage, False, f"{doing}{'' if is_known else f'{type(error).__name__}: '}{error}")
 

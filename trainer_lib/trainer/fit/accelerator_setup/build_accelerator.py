@@ -143,7 +143,7 @@ def adapt_model(model: nn.Module, args: TrainingArguments, accelerator: Accelera
         from trainer_lib.trainer.losses.chunked_loss import chunk_loss
 
         chunk_loss(model, accelerator.mixed_precision)
-    if args.sync_batchnorm and accelerator.num_processes > 1:
+    if args.sync_batchnorm and accelerator.use_distributed:
         if accelerator.device.type == "cpu":
             raise UnsupportedError(
                 "sync_batchnorm=True: torch synchronizes BatchNorm on accelerators only, not on CPUs."

@@ -34,7 +34,7 @@ def search_with_ray(
     resources_per_trial: Mapping[str, float] | None,
 ) -> SearchResult:
     """Search; see `Trainer.search`."""
-    if trainer.accelerator.num_processes > 1:
+    if trainer.accelerator.use_distributed:
         raise UnsupportedError(
             f'search(backend="ray") starts the processes of its trials itself, and this script runs on '
             f"{trainer.accelerator.num_processes} ranks. Start it without a launcher, or leave out backend=."

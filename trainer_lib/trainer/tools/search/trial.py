@@ -95,7 +95,7 @@ class Trial:
         if isinstance(error, NonFiniteError):  # raised on all ranks together
             return True
         is_of_trial = isinstance(error, NoExecutableBatchSizeError) or not isinstance(error, TrainerLibError)
-        return is_of_trial and self._trainer.accelerator.num_processes == 1
+        return is_of_trial and not self._trainer.accelerator.use_distributed
 
 
 class Reporting(Callback):
