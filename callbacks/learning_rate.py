@@ -1,6 +1,7 @@
 """The learning rate in the log."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from trainer_lib.events import Callback, Run
 
@@ -64,9 +65,16 @@ def _settings(run: Run, name: str) -> dict[str, dict[str, float]]:
     """Return a setting of each parameter group that has it, by optimizer and group."""
     return {
         optimizer: {
-            str(group.get("name", index)): float(group["betas"][0] if name not in group else group[name])
+            str(group.get("name", index)): float(value)
             for index, group in enumerate(prepared.param_groups)
-            if name in group or (name == "momentum" and "betas" in group)
+            if (value := _setting(group, name)) is not None
         }
         for optimizer, prepared in run.optimizers.items()
     }
+
+
+def _setting(group: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a parameter group; the momentum of Adam is its first beta."""
+    if name == "momentum" and name not in group and "betas" in group:
+        return group["betas"][0]
+    return group.get(name)

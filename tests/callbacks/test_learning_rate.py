@@ -74,3 +74,9 @@ def test_momentum_comes_on_request() -> None:
 def test_added_values_reach_the_display_callbacks(shows: type[Callback]) -> None:
     assert LearningRateMonitor.order < Callback.order < shows.order
     assert Throughput.order < Callback.order
+
+
+def test_a_rate_that_the_optimizer_computes_itself_is_left_out() -> None:
+    optimizer = SGD(weights({"lr": 0.1}, {"lr": 0.2}))
+    optimizer.param_groups[1]["lr"] = None  # as Adafactor of transformers with relative_step
+    assert logged(LearningRateMonitor(), default=optimizer) == {"learning_rate": 0.1}
