@@ -49,15 +49,14 @@ def gather_rows_or_raise(operation: str, tree: Any, error: HeldError) -> Any:
     error.raise_first([header.report for header in headers])
     layouts = _with_empty_filled_in(operation, [header.layout for header in headers])
     group = PartialState().data_group
-    gathered = iter(
-        [
-            _gathered_tensor(leaf, [layout[index] for layout in layouts], group)
-            if isinstance(leaf, Tensor)
-            else _joined_objects([header.objects[index] for header in headers])
-            for index, leaf in enumerate(local_leaves)
-        ]
-    )
-    return map_leaves(lambda leaf: next(gathered), tree, is_leaf=holds_rows)
+    gathered: list[Any] = []
+    for index, leaf in enumerate(local_leaves):
+        if isinstance(leaf, Tensor):
+            gathered.append(_gathered_tensor(leaf, [layout[index] for layout in layouts], group))
+        else:
+            gathered.append(_joined_objects([header.objects[index] for header in headers]))
+    in_order = iter(gathered)
+    return map_leaves(lambda leaf: next(in_order), tree, is_leaf=holds_rows)
 
 
 def holds_rows(tree: Any) -> bool:
