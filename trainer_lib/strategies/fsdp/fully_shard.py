@@ -85,9 +85,7 @@ class ShardedModel:
         self._before = dict(model.named_parameters(remove_duplicate=False))
         if not splitting.is_done:
             self._materialize_on_rank_zero()
-        kept = {p for module in ignored for p in module.parameters(recurse=False)}
-        kept |= {p for p in model.parameters() if p.dim() == 0 or not p.numel()}  # cannot be sharded
-        kept |= _normalization_weights(model, arguments.get("mp_policy"))
+        kept = _kept_whole(model, ignored, arguments.get("mp_policy"))
         if splitting.shards:
             _check_types(model, list(wrapped.values()), kept)
         first = first_names(model)
@@ -97,7 +95,7 @@ class ShardedModel:
         in_fp8 = Float8Gather(model, plugin.reshard_after_forward, offloads) if splitting.shards else None
         self._blocks: list[FSDPModule] = []
         if splitting.shards:
-            held = set(model.modules())
+            held = set(model.modules())  # stages of a pipeline drop the modules of other ranks
             inner = [module for module in wrapped.values() if module in held]
             self._blocks = _sharded(model, inner, plugin, {**arguments, "ignored_params": kept})
             if splitting.runs_whole_model:
@@ -114,8 +112,9 @@ class ShardedModel:
         self.whole: dict[str, Parameter] = {name: p for name, p in named.items() if not hasattr(p, "_local_tensor")}
         replicated = self.whole if splitting.shards else named
         self.replicas: ReplicatedParameters = ReplicatedParameters(replicated.values(), splitting.replicas)
-        is_averaged = splitting.replicas.size > 1
-        self.averaged_later: list[str] = [name for name, p in replicated.items() if is_averaged and p.requires_grad]
+        self.averaged_later: list[str] = [
+            name for name, p in replicated.items() if self.replicas.are_averaged and p.requires_grad
+        ]
 
     def take_replacements(self) -> dict[Tensor, nn.Parameter]:
         """Return the new parameter of each replaced one, and release the old ones, which are large. Call it once."""
@@ -228,6 +227,13 @@ def _sharded(
         for block in (root, *blocks):
             block.set_modules_to_backward_prefetch([block])  # in place of the next one; its own are gathered by then
     return [root, *blocks]
+
+
+def _kept_whole(model: nn.Module, ignored: set[nn.Module], policy: Any) -> set[nn.Parameter]:
+    """Return the parameters that are not sharded: ignored ones, those that cannot be, and those of normalization."""
+    kept = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
+    kept |= {parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()}
+    return kept | _normalization_weights(model, policy)
 
 
 def _normalization_weights(model: nn.Module, policy: Any) -> set[nn.Parameter]:

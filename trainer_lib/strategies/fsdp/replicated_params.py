@@ -22,11 +22,15 @@ class ReplicatedParameters:
     Args:
         parameters: The weights, in the same order on all ranks.
         group: The ranks that hold the same weights, and have different gradients.
+
+    Attributes:
+        are_averaged: Whether other ranks hold the same weights.
     """
 
     def __init__(self, parameters: Iterable[Tensor], group: ProcessGroup) -> None:
         self.synchronizes = True
-        self._parameters = [p for p in parameters if _may_train(p)] if group.size > 1 else []
+        self.are_averaged: bool = group.size > 1
+        self._parameters = [p for p in parameters if _may_train(p)] if self.are_averaged else []
         self._trained: set[Tensor] = set()  # now, or at an earlier average
         self._group = group
         self._is_due = False
