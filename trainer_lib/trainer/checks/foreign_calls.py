@@ -132,32 +132,50 @@ def explains_form(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 def _check_call(
     name: str, known: Sequence[str], positional: Sequence[Any], named: Mapping[str, Any], generates: bool
 ) -> None:
+    """Raise for a call with arguments that a verb does not take."""
     # Unknown options go to `generate` if predictions are generated.
     unknown = {
         key: value for key, value in named.items() if key not in known and (not generates or key in _OF_VERBS[name])
     }
     resume = positional[0] if positional else named.get("resume")
+    takes_data = name == "fit" and not _is_resume(resume)
     if name == "fit" and positional and type(resume) is int:
         unknown = {"epochs": resume, **unknown}
-    takes_data = name == "fit" and not _is_resume(resume)
-    if not takes_data and len(positional) <= len(known) and not unknown and not _is_model(positional):
+    has_more = len(positional) > len(known) or _is_model(positional)
+    if not (takes_data or has_more or unknown):
         return
     given = [*(shown(value) for value in positional), *(f"{key}={shown(value)}" for key, value in named.items())]
     lines = [f"{name} takes {' and '.join(known)}, got {name}({', '.join(given)})."]
-    renamed = _OF_VERBS[name] if name == "fit" else {**_OF_VERBS[name], **_OF_GENERATION}
-    if name != "fit" and "batch_size" in unknown:
-        unknown["per_device_eval_batch_size"] = unknown.pop("batch_size")
-    of_others = {key: value for key, value in unknown.items() if key in renamed}
-    lines += [f"{key} is {renamed[key]} here.{_value(name, key, value)}" for key, value in of_others.items()]
+    if name == "fit":
+        lines += _advice_on_fit(unknown, takes_data, has_more=len(positional) > 1)
+    else:
+        lines += _advice_on_evaluation(name, unknown, has_more)
+    raise SignatureError(" ".join(lines))
+
+
+def _advice_on_fit(unknown: Mapping[str, Any], takes_data: bool, has_more: bool) -> list[str]:
+    """Return what to give instead of arguments that another trainer's `fit` takes."""
+    renamed = _OF_VERBS["fit"]
+    lines = [f"{key} is {renamed[key]} here.{_value('fit', key, unknown[key])}" for key in unknown if key in renamed]
     rest = {key: value for key, value in unknown.items() if key not in renamed}
-    if name == "fit" and (takes_data or rest or len(positional) > 1):
+    if takes_data or rest or has_more:
         lines.append(f"The model, data and arguments go to the constructor: {_construction(rest, takes_data)}.fit().")
-    elif rest or _is_model(positional) or len(positional) > len(known):
+    return lines
+
+
+def _advice_on_evaluation(name: str, unknown: dict[str, Any], has_more: bool) -> list[str]:
+    """Return what to give instead of arguments that another trainer's `evaluate` or `predict` takes."""
+    renamed = {**_OF_VERBS[name], **_OF_GENERATION}
+    if "batch_size" in unknown:
+        unknown["per_device_eval_batch_size"] = unknown.pop("batch_size")
+    lines = [f"{key} is {renamed[key]} here.{_value(name, key, unknown[key])}" for key in unknown if key in renamed]
+    rest = {key: value for key, value in unknown.items() if key not in renamed}
+    if rest or has_more:
         lines.append(
             f"The model and arguments go to the constructor, and labels are part of the dataset: "
             f"{_construction(rest, False)}.{name}(dataset)."
         )
-    raise SignatureError(" ".join(lines))
+    return lines
 
 
 def _construction(named: Mapping[str, Any], has_data: bool) -> str:
