@@ -243,13 +243,15 @@ class Evaluator:
 
     def _exchange_states(self, metrics: Sequence[Metric], batches: int) -> "list[_RankReport]":
         """Return the metrics' states on each rank that read other batches than the ranks before it."""
-        accelerator, is_interrupted = self._accelerator, self._batches.is_interrupted
-        states = [
-            metric.state() if (accelerator.is_main_process if metric.main_process_only else batches) else None
-            for metric in (() if is_interrupted else metrics)
-        ]
+        is_interrupted = self._batches.is_interrupted
+        states = [] if is_interrupted else [self._local_state(metric, batches) for metric in metrics]
         by_rank = gather_per_rank((batches, states, is_interrupted))
-        return [_RankReport(*by_rank[rank]) for rank in accelerator.state.first_readers]
+        return [_RankReport(*by_rank[rank]) for rank in self._accelerator.state.first_readers]
+
+    def _local_state(self, metric: Metric, batches: int) -> Any:
+        """Return the state of a metric on this rank; `None` if this rank did not update it."""
+        has_updated = self._accelerator.is_main_process if metric.main_process_only else batches > 0
+        return metric.state() if has_updated else None
 
     def _check_same_on_all_ranks(self, sets: Mapping[str, Sequence[Metric]]) -> None:
         """Raise, on all ranks, unless all evaluate the same sets with the same metrics."""
