@@ -187,8 +187,13 @@ def _from_shape(
             raise ConfigurationError(
                 f'{owner} needs the number of steps{_UNKNOWN}, or use "constant" or "inverse_sqrt".'
             )
-        fixed["total"] = total_steps
-        options = _phases(name, owner, fixed, options)
+        fixed["total"], options = total_steps, dict(options)
+        if name == "wsd":
+            ratio, steps = options.pop("decay_ratio", None), options.get("decay_steps")
+            options["decay_steps"] = _decay_steps(owner, warmup_steps, total_steps, ratio, steps)
+        elif name == "one_cycle":
+            fraction = options.pop("pct_start", None)
+            fixed["warmup"] = _one_cycle_warmup(owner, warmup_steps, total_steps, fraction)
     _check_values(owner, options)
     bases = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     if "base" not in taken:
@@ -197,33 +202,28 @@ def _from_shape(
     return LambdaLR(optimizer, [partial(shape, **fixed, **options, base=base) for base in bases])
 
 
-def _phases(name: str, owner: str, fixed: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return options in which lengths given as fractions are steps."""
-    total, options = fixed["total"], dict(options)
-    if name == "wsd":
-        fraction, steps = options.pop("decay_ratio", None), options.get("decay_steps")
-        if fraction is not None and steps is not None:
-            raise ConfigurationError(
-                f"{owner} has decay_ratio={fraction!r} and decay_steps={steps!r}, which set the same thing. Give one "
-                "of them."
-            )
-        if steps is None:
-            options["decay_steps"] = round(
-                _fraction(owner, "decay_ratio", _DECAY if fraction is None else fraction) * total
-            )
-        check_count("decay_steps", options["decay_steps"], at_least=0)
-        if fixed["warmup"] + options["decay_steps"] > total:
-            raise ConfigurationError(
-                f"{owner}: {fixed['warmup']} steps of warm-up and {options['decay_steps']} of decay must not be more "
-                f"than all {total} steps."
-            )
-    if name == "one_cycle":
-        fraction = options.pop("pct_start", None)
-        if fraction is not None and fixed["warmup"]:
-            raise ConfigurationError(f"{owner} has pct_start={fraction!r} and a warm-up. Give one of them.")
-        fraction = _fraction(owner, "pct_start", _ONE_CYCLE_WARMUP if fraction is None else fraction)
-        fixed["warmup"] = fixed["warmup"] or fraction * total
-    return options
+def _decay_steps(owner: str, warmup: int, total: int, ratio: Any, steps: Any) -> int:
+    """Return the steps of the decay of "wsd", given as a share of all steps (`ratio`) or as a number."""
+    if ratio is not None and steps is not None:
+        raise ConfigurationError(
+            f"{owner} has decay_ratio={ratio!r} and decay_steps={steps!r}, which set the same thing. Give one of them."
+        )
+    if steps is None:
+        steps = round(_fraction(owner, "decay_ratio", _DECAY if ratio is None else ratio) * total)
+    check_count("decay_steps", steps, at_least=0)
+    if warmup + steps > total:
+        raise ConfigurationError(
+            f"{owner}: {warmup} steps of warm-up and {steps} of decay must not be more than all {total} steps."
+        )
+    return steps
+
+
+def _one_cycle_warmup(owner: str, warmup: int, total: int, fraction: Any) -> float:
+    """Return the steps of the warm-up of "one_cycle", given as a share of all steps (`fraction`) or as a number."""
+    if fraction is not None and warmup:
+        raise ConfigurationError(f"{owner} has pct_start={fraction!r} and a warm-up. Give one of them.")
+    fraction = _fraction(owner, "pct_start", _ONE_CYCLE_WARMUP if fraction is None else fraction)
+    return warmup or fraction * total
 
 
 def _fraction(owner: str, name: str, value: Any) -> float:
