@@ -67,16 +67,24 @@ def parse(arguments: Sequence[str], more: Mapping[str, Setting] | None = None) -
         if option in ("-h", "--help"):
             print(help_text(rest[0] if rest else ""))
             raise SystemExit(0)
-        name, equals, text = option.partition("=")
-        setting = _known(name, others) or _refuse(name, others)
-        if not equals and not setting.is_switch:
-            text = _value(name, setting, rest, others)
-        value = setting.kind.check(name, text) if equals or not setting.is_switch else True
-        if setting.missing is not None and value != setting.default:
-            raise refusal(name if value is True else f"{name} {text}", setting.missing)
+        setting, value = _setting_and_value(option, rest, others)
         given[setting.name] = value
     _check_together(given)
     return argparse.Namespace(**dict.fromkeys([*SETTINGS, *others]) | given), rest
+
+
+def _setting_and_value(option: str, rest: list[str], others: Mapping[str, Setting]) -> tuple[Setting, Any]:
+    """Return the setting of an option and its value, which is the next word of `rest` unless it follows a `=`."""
+    name, equals, text = option.partition("=")
+    setting = _known(name, others) or _refuse(name, others)
+    if setting.is_switch and not equals:
+        value = True
+    else:
+        text = text if equals else _value(name, setting, rest, others)
+        value = setting.kind.check(name, text)
+    if setting.missing is not None and value != setting.default:
+        raise refusal(name if value is True else f"{name} {text}", setting.missing)
+    return setting, value
 
 
 def launch_parser(subparsers: Any = None) -> argparse.ArgumentParser:
