@@ -168,10 +168,7 @@ class _Attempt:
                     self._place(unit, device)
                     continue
                 if self._fallback and not self._used[device]:
-                    later = (u for u in self._units[position + 1 :] if u.name not in self._placed)
-                    found = next((u for u in later if self._fits([u], device)), None)
-                    if found is not None:
-                        self._place(found, device)
+                    self._place_first_that_fits(self._units[position + 1 :], device)
                 self._misfits.append(Misfit(unit.name, self._cost([unit], device), device, self._free(device) or 0))
                 index += 1
                 if index == len(self._devices):
@@ -225,6 +222,12 @@ class _Attempt:
             self._used[device] += self._cost([part], device)
             self._held[device] |= part.parameters.keys() | part.buffers.keys()
             self._placed[part.name] = device
+
+    def _place_first_that_fits(self, units: list[Unit], device: Device) -> None:
+        for unit in units:
+            if unit.name not in self._placed and self._fits([unit], device):
+                self._place(unit, device)
+                return
 
     def _fits(self, units: list[Unit], device: Device) -> bool:
         free = self._free(device)
