@@ -121,8 +121,8 @@ class CheckReport:
         return "\n".join([*lines, *_entry("", f"and {more} more warnings" if more > 0 else "")])
 
     def _batch(self) -> str:
-        readers = ("replica", "s") if self.replicas != self.processes else ("process", "es")
-        ranks = f"{self.replicas} {readers[0]}{readers[1] if self.replicas > 1 else ''}"
+        singular, plural = ("process", "processes") if self.replicas == self.processes else ("replica", "replicas")
+        ranks = f"{self.replicas} {plural if self.replicas > 1 else singular}"
         if self.batch_size is None:
             return f"batch size of the loader × {self.accumulation} accumulated × {ranks}"
         size = self.per_device_batch_size
