@@ -27,12 +27,13 @@ class CheckProbe(Modifier):
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self.has_begun = False
-        self.step = 0
+        self.has_begun: bool = False
+        self.step: int = 0
         self.batches: dict[int, list[str]] = {}
         self.facts: dict[str, Any] = {}
         self.memory: dict[str, int] = {}
-        self.step_seconds = self.save_seconds = 0.0
+        self.step_seconds: float = 0.0
+        self.save_seconds: float = 0.0
         self._mark = 0.0
         self._saved = _SavedTensors()
 
@@ -119,11 +120,8 @@ def _facts(run: Run) -> dict[str, Any]:
     """Return what is known of a run when it begins, in the words of the report."""
     accelerator, state = run.accelerator, run.state
     loader = accelerator.prepared.dataloaders[-1]
-    of_round, ranks, accumulated = (
-        loader.total_batch_size,
-        accelerator.num_processes,
-        accelerator.gradient_accumulation_steps,
-    )
+    of_round, ranks = loader.total_batch_size, accelerator.num_processes
+    accumulated = accelerator.gradient_accumulation_steps
     count = sum(parameter.numel() for model in run.modules.values() for parameter in model.parameters())
     schedule_length = run.args.schedule_steps or state.max_steps
     return {
