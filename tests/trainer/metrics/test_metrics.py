@@ -597,9 +597,11 @@ class TestGiven:
         with pytest.raises(ConfigurationError, match=message):
             as_metric(thing, "odd")
 
-    def test_names_that_are_taken_are_refused(self) -> None:
+    def test_names_that_are_taken_or_empty_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="'loss'"):
             as_metrics({"loss": "accuracy"})
+        with pytest.raises(ConfigurationError, match=r"a text that is not empty \(got ''\)"):
+            as_metrics({"": "accuracy"})
         with pytest.raises(ConfigurationError, match="Two metrics have the name 'accuracy'"):
             as_metrics(["accuracy", "accuracy"])
 
