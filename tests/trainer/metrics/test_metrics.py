@@ -730,6 +730,16 @@ class TestClassification:
         shares = predictions.double().softmax(-1).numpy()
         assert values["auroc"] == pytest.approx(sk.roc_auc_score(labels, shares, multi_class="ovr"), rel=1e-12)
 
+    @pytest.mark.parametrize("dim", [1, -1])
+    def test_two_classes_of_tokens_are_two(self, dim: int) -> None:
+        torch.manual_seed(0)
+        scores, labels = torch.randn(4, 5, 2), torch.randint(0, 2, (4, 5))
+        metric = as_metric("f1", "f1")
+        metric.begin(torch.device("cpu"))
+        metric.update(EvaluationOutput(predictions=scores.movedim(-1, dim), labels=labels))
+        expected = f1_score(labels.flatten(), scores.argmax(-1).flatten())
+        assert metric.result([metric.state()]) == pytest.approx(expected, rel=1e-12)
+
     def test_labels_that_cannot_be_counted_are_refused(self) -> None:
         metric = as_metric("f1", "f1")
         metric.begin(torch.device("cpu"))
