@@ -30,7 +30,7 @@ class LabelSmoothing(Modifier):
     changes_weights: ClassVar[bool] = False
 
     def __init__(self, share: float = 0.1) -> None:
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+        if not isinstance(share, (int, float)) or not 0 < share < 1:
             raise ConfigurationError(f"LabelSmoothing(share) must be between 0 and 1, such as 0.1 (got {share!r}).")
         self.share = share
         self._ignored = -100

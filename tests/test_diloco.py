@@ -51,6 +51,24 @@ def test_an_outer_step_of_one_without_momentum_is_local_sgd() -> None:
     assert not any(map(torch.allclose, with_momentum, averaged[0][1]))
 
 
+def test_outer_steps_are_those_of_sgd_with_nesterov_momentum() -> None:
+    accelerator = Accelerator(cpu=True)
+    network, start = nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1, 1))
+    nn.init.ones_(network.weight)
+    network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.125))
+    outer = torch.optim.SGD([start], lr=0.7, momentum=0.9, nesterov=True)
+    with DiLoCo(accelerator, network, 2) as rounds:
+        for learned in (1.0, 0.0, -2.0):  # in the second round no weight changes, and the momentum still moves them
+            for _ in range(2):
+                accelerator.backward(network(torch.tensor([[learned]])).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                rounds.step()
+            start.grad = torch.full((1, 1), 2 * 0.125 * learned)
+            outer.step()
+            torch.testing.assert_close(network.weight, start, rtol=1e-6, atol=0)
+
+
 def test_a_loop_resumes_within_a_round_bit_by_bit(tmp_path: Path) -> None:
     whole = run_world(_train, (None, DiLoCo), 2)
     run_world(_train, (tmp_path, DiLoCo, 5), 2)

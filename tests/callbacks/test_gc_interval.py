@@ -9,7 +9,9 @@ from trainer_lib.events import Run
 def test_garbage_is_collected_at_the_interval_only() -> None:
     assert gc.isenabled()
     schedule, run = GarbageSchedule("3 steps"), Run()
+    so_far = gc.get_stats()[2]["collections"]
     schedule.on_fit_begin(run)
+    assert gc.get_stats()[2]["collections"] == so_far + 1
     assert not gc.isenabled()
     collected: list[int] = []
     for step in range(1, 8):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -365,6 +365,33 @@ def test_sequences_grow() -> None:
     growing = SequenceLengthWarmup(2, 12, until="5 steps", multiple_of=2)
     trained(growing, Lengths(), model=Words(), train_dataset=data, loss_fn=None, num_train_epochs=4)
     assert lengths == [2, 4, 6, 8, 10, 12, 12, 12]
+
+
+class Pair(NamedTuple):
+    input_ids: Tensor
+    values: Tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "cut"),
+    [
+        (lambda tokens, values: tokens, lambda tokens, values: tokens[:, :4]),
+        (lambda tokens, values: (tokens, values), lambda tokens, values: (tokens[:, :4], values)),
+        (lambda tokens, values: [tokens, tokens[:, 0]], lambda tokens, values: [tokens[:, :4], tokens[:, 0]]),
+        (Pair, lambda tokens, values: Pair(tokens[:, :4], values)),
+        (
+            lambda tokens, values: {"input_ids": tokens, "values": values, "weights": values},
+            lambda tokens, values: {"input_ids": tokens[:, :4], "values": values, "weights": values[:, :4]},
+        ),
+    ],
+    ids=["tensor", "tuple", "list", "named tuple", "dict"],
+)
+def test_sequences_of_every_kind_of_batch_are_cut(make: Callable[..., Any], cut: Callable[..., Any]) -> None:
+    tokens, values = torch.arange(20).reshape(2, 10), torch.rand(2, 10)
+    run = Run(batch=make(tokens, values), state=RunState(step=4))
+    SequenceLengthWarmup(1, 10, until="10 steps", multiple_of=2, names=("weights",)).on_micro_batch_begin(run)
+    assert type(run.batch) is type(make(tokens, values))
+    torch.testing.assert_close(run.batch, cut(tokens, values))
 
 
 def test_noise_is_on_embeddings_in_training_only() -> None:

@@ -306,6 +306,21 @@ def test_a_resumed_run_removes_later_rows_and_a_new_run_starts_fresh(tmp_path: P
     assert [row["step"] for row in rows_of(tmp_path / "history.csv.old")] == ["2"]
 
 
+def test_rows_that_a_full_disk_does_not_take_are_rewound_too(tmp_path: Path) -> None:
+    path = tmp_path / "history.csv"
+    log, limits = CsvLog(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log.on_log(running(step=1), {"loss": 1.0})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
+    try:
+        for step in (2, 3):
+            log.on_log(running(step=step), {"loss": 2.0})
+        log.on_load_end(running(step=2), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.on_log(running(step=3), {"loss": 3.0})
+    assert [(row["step"], row["loss"]) for row in rows_of(path)] == [("1", "1.0"), ("2", "2.0"), ("3", "3.0")]
+
+
 def test_rows_that_a_full_disk_does_not_take_are_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

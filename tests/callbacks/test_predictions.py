@@ -123,6 +123,15 @@ def test_texts_are_decoded_where_labels_count() -> None:
     assert rows == [["abcd", "hh", "bcd"]]
 
 
+def test_parts_of_inputs_and_outputs_have_columns_of_their_own() -> None:
+    values = torch.tensor([[0.5, 1.0]])
+    columns, rows = cells(Predictions(), batch=[values], outputs={"score": values[:, 0], "loss": None})
+    assert (columns, rows) == (["input", "prediction score"], [["0.5, 1.0", 0.5]])
+    columns, rows = cells(Predictions(), batch={"x": values, "names": [("a", 1)]}, outputs=(values[:, 0], values[:, 1]))
+    assert columns == ["x", "names", "prediction 1", "prediction 2"]
+    assert rows == [["0.5, 1.0", "('a', 1)", 0.5, 1.0]]
+
+
 def test_the_trainer_s_tokenizer_decodes_unless_decode_is_given() -> None:
     def decode(tokens: list[int], skip_special_tokens: bool) -> str:
         assert skip_special_tokens

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.data_loader.reference import worlds
 from trainer_lib.data_loader import prepare_data_loader
+from trainer_lib.data_loader.order.sample_seeds import _mixed
 
 SIZE = 12
 
@@ -130,6 +131,13 @@ def test_another_seed_draws_other_numbers() -> None:
     ]  # fmt: skip
     first, second = (_drawn(loader) for loader in loaders)
     assert all(first[index] != second[index] for index in range(SIZE))
+
+
+def test_a_version_of_the_library_draws_what_earlier_ones_drew() -> None:
+    splitmix64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the published numbers for seed 0
+    assert [_mixed(0, index) for index in (1, np.int64(2), torch.tensor(3))] == splitmix64
+    assert _mixed(5, "a") == 12611105603412018386
+    assert _mixed(5, (1, 2)) == 5612854291365375168
 
 
 def test_training_finds_its_generators_as_it_left_them() -> None:

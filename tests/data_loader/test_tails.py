@@ -125,6 +125,8 @@ def test_batches_of_a_users_batch_sampler_can_be_split(even: bool) -> None:
     assert [handed.samples for handed in second] == [[2, 3], [5], [8, 0] if even else [8]]
     assert [handed.rows for handed in second] == [None, None, (2, 1) if even else (1, 1)]
     assert [handed.rows for handed in first] == [None] * 3
+    empty = DataLoader(Numbers(100), batch_sampler=Buckets([]))
+    assert [read_all(each) for each in worlds(empty, 2, split_batches=True, even_batches=even)] == [[], []]
     uneven = DataLoader(Numbers(100), batch_sampler=Buckets([[0, 1, 2], [4, 5]]))
     with pytest.raises(ConfigurationError, match="batch 0 of Buckets has 3 samples"):
         read_all(worlds(uneven, 2, split_batches=True)[0])

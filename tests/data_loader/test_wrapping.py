@@ -248,6 +248,8 @@ def test_counts_survive_pinning() -> None:
 def test_loaders_can_be_made_from_a_dataset() -> None:
     assert read(DataLoaderShard(range(6), batch_size=4)) == [[0, 1, 2, 3], [4, 5]]
     assert read(DataLoaderShard(range(6), batch_size=4, skip_batches=1)) == [[4, 5]]
+    assert read(DataLoaderShard(range(6), batch_size=4, drop_last=True)) == [[0, 1, 2, 3]]
+    assert read(DataLoaderShard(range(6), batch_size=4, _drop_last=True)) == [[0, 1, 2, 3]]
     skipping = SkipDataLoader(range(16), batch_size=4, skip_batches=2)
     assert [len(skipping), read(skipping)] == [2, [[8, 9, 10, 11], [12, 13, 14, 15]]]
     shuffled = DataLoaderShard(range(6), batch_size=6, shuffle=True, iteration=1)

@@ -52,6 +52,12 @@ def test_offloaded_layers_have_room_for_two_where_they_run() -> None:
     assert [(load.used, load.reserved) for load in plan.loads] == [(2 * LAYER, 2 * LAYER), (LAYER, 0), (3 * LAYER, 0)]
 
 
+def test_offloaded_layers_run_on_the_first_device_that_may_hold_any() -> None:
+    plan = plan_device_map(layers(6), {0: 0, 1: 4 * LAYER, "cpu": LAYER})
+    assert dict(plan.placement) == {"0": 1, "1": 1, "2": "cpu", "3": "disk", "4": "disk", "5": "disk"}
+    assert [load.reserved for load in plan.loads] == [0, 2 * LAYER, 0, 0]
+
+
 def test_without_accelerators_layers_on_the_disk_run_in_the_memory_of_the_host() -> None:
     plan = plan_device_map(layers(5), {"cpu": 3 * LAYER})
     assert dict(plan.placement) == {"0": "cpu", "1": "disk", "2": "disk", "3": "disk", "4": "disk"}
@@ -129,6 +135,10 @@ def test_the_plan_says_what_did_not_fit_and_why() -> None:
         "0       880 bytes  1000 bytes            0, 1",
         "1       440 bytes  1000 bytes            2",
         "2 (440 bytes) does not fit on 0, where 120 bytes are free.",
+    ]
+    assert str(plan_device_map(layers(3), {"cpu": 2 * LAYER})).splitlines()[2:4] == [
+        "disk    1.29 KB    no limit                0, 1, 2",
+        "0 (440 bytes) does not fit on cpu, where 0 bytes are free.",
     ]
 
 

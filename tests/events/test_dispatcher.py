@@ -148,6 +148,24 @@ def test_an_observer_that_raises_is_named_once_and_switched_off(caplog: pytest.L
     assert list(events) == [before, after]
 
 
+@pytest.mark.parametrize(("event", "status"), [("on_exception", "running"), ("on_step_end", "failed")])
+def test_an_observer_that_raises_while_a_run_fails_is_named_in_one_line(
+    event: str, status: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Raising):
+        def on_exception(self, run: Run, error: BaseException) -> None:
+            raise ValueError
+
+    events = Dispatcher([Failing(), noting := Noting()])
+    run = Run(state=RunState(step=3, status=status))
+    events.fire(event, run, *([KeyboardInterrupt()] if event == "on_exception" else []))
+    what = {"on_exception": "ValueError", "on_step_end": "RuntimeError: no more paper"}[event]
+    [line] = caplog.records
+    assert line.getMessage() == f"The callback Failing raised in {event} at step 3: {what}"
+    assert line.exc_info is None
+    assert list(events) == [noting]
+
+
 def test_each_process_names_its_own() -> None:
     def body() -> tuple[list[int], list[str]]:
         state, lines = PartialState(cpu=True), list[str]()

@@ -93,6 +93,11 @@ def test_a_loader_may_be_read_in_two_loops_at_a_time() -> None:
     state.add_dataloader(loader)
     state.remove_dataloader(loader)
     assert state.active_dataloader is loader
+    between = Loader()
+    state.add_dataloader(between)
+    state.add_dataloader(loader)
+    state.remove_dataloader(loader)  # of the inner loop, which ends first
+    assert state.active_dataloader is between
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.foundation.errors import CheckpointError
-from trainer_lib.tensor_files.safetensors import _NAMES, read_shapes, read_tensors, write_tensors
+from trainer_lib.tensor_files.safetensors import _NAMES, read_shapes, read_tensors, unsupported_reason, write_tensors
 
 
 def tensors() -> dict[str, Tensor]:
@@ -99,6 +99,12 @@ def test_what_has_no_plain_values_is_refused_by_name(tmp_path: Path, tensor: Ten
     with pytest.raises(CheckpointError, match=reason):
         write_tensors({"it": tensor}, tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_not_dense() -> None:
+    nested = torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)])
+    assert unsupported_reason(nested) == "is not a dense tensor"
 
 
 @pytest.mark.parametrize("read", [read_tensors, read_shapes])

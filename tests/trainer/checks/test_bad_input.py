@@ -681,6 +681,11 @@ FIRST: dict[str, tuple[type[TrainerLibError], str, dict[str, Any]]] = {
         "of shape (8,)…got (8, 1)…targets.reshape(8)",
         {"train_dataset": (INPUTS, CLASSES[:, None])},
     ),
+    "one-hot labels": (
+        ConfigurationError,
+        "class indices as targets, of shape (8,)…got (8, 2)",
+        {"train_dataset": (INPUTS, F.one_hot(CLASSES, 2))},
+    ),
     "labels out of range": (
         ConfigurationError,
         "from 0 to 1 for 2 outputs…7 to 7…8 outputs",

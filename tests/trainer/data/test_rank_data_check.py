@@ -1,5 +1,6 @@
 """Data that differs between ranks: an error that names the ranks, and no false alarms."""
 
+import math
 import os
 import random
 import time
@@ -17,6 +18,7 @@ from tests.trainer.tasks import arguments, points, trainer
 from tests.worlds import run_world
 from trainer_lib import DistributedOperationException, Trainer, TrainingArguments
 from trainer_lib.checkpointing.format.rng_state import Generators
+from trainer_lib.data_loader.readers.fingerprint import alike, fingerprint
 from trainer_lib.data_loader.readers.probe import samples_at
 
 
@@ -69,6 +71,17 @@ def test_the_error_names_all_ranks_that_differ() -> None:
 )
 def test_differences_are_found_in_all_kinds_of_data(make: Callable[[], Any]) -> None:
     assert "Rank 1 reads other data than rank 0" in error_of_all(make)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_samples_with_nan_and_inf_are_alike_unless_they_differ(make: Callable[[Any], Any]) -> None:
+    values = [math.nan, math.inf, -math.inf, 1.0]
+    same = fingerprint((make(values), math.nan))
+    assert alike(same, fingerprint((make(values), math.nan)))
+    for index, other in enumerate([1.0, -math.inf, math.nan]):
+        changed = [other if index == place else value for place, value in enumerate(values)]
+        assert not alike(same, fingerprint((make(changed), math.nan)))
+    assert not alike(same, fingerprint((make(values), 1.0)))
 
 
 def test_evaluation_sets_are_compared_too() -> None:

@@ -18,6 +18,8 @@ from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, D
 from trainer_lib.launchers import run_forked
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 
+PADDING = 99  # of tokens, say
+
 
 def ragged(model: Any, batch: Any) -> EvaluationOutput:
     """Step whose rows have other sizes in each batch, within a structure."""
@@ -25,12 +27,13 @@ def ragged(model: Any, batch: Any) -> EvaluationOutput:
     size = int(numbers[0]) % 4 + 1
     rows = numbers[:, None].expand(-1, size).contiguous()
     texts = [f"text {int(number)}" for number in numbers]
-    return EvaluationOutput(predictions={"rows": rows, "pair": (texts, numbers.float(), None)}, labels=numbers > 2)
+    predictions = {"rows": rows, "pair": (texts, numbers.float(), None)}
+    return EvaluationOutput(predictions=predictions, labels=numbers > 2, padding=PADDING)
 
 
 def padded(samples: int, batch_size: int) -> np.ndarray[Any, Any]:
     """Return its rows, as they are padded."""
-    rows = np.full((samples, 3), -100)
+    rows = np.full((samples, 3), PADDING)
     for number in range(samples):
         size = number // batch_size * batch_size % 4 + 1
         rows[number, :size] = number

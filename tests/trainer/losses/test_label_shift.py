@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from tests.trainer.fit.test_exact_updates import IGNORED, arguments, train
 from tests.worlds import run_world
 from trainer_lib import Trainer
+from trainer_lib.callbacks import LabelSmoothing
 from trainer_lib.trainer.losses.label_shift import LabelShift, probing, shifts_labels
 
 # Sizes, under the names that configurations have for them.
@@ -115,6 +116,19 @@ def test_updates_equal_those_of_one_big_batch(name: str, processes: int) -> None
     expected = big_batch_losses(tiny(name), data, 4 * processes)
     for losses in run_world(body, (), processes, timeout=60) if processes > 1 else [body()]:
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["BartForCausalLM", "GPT2LMHeadModel"])
+def test_smoothing_compares_what_the_model_compares(name: str) -> None:
+    model, data, shift = tiny(name), batches(8), int(_SHIFTS[name])
+    losses = train(Trainer(model, arguments(), train_dataset=data, callbacks=[LabelSmoothing(0.2)])).losses
+    expected: list[float] = []
+    for start in (0, 4):
+        batch = {key: torch.stack([row[key] for row in data[start : start + 4]]) for key in data[0]}
+        logits, labels = model(batch["input_ids"]).logits, batch["labels"][:, shift:]
+        smoothed = cross_entropy(logits[:, : 7 - shift].flatten(0, 1), labels.flatten(), label_smoothing=0.2)
+        expected.append(smoothed.item())
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["BartForCausalLM", "GPT2LMHeadModel"])

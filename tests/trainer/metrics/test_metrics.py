@@ -597,9 +597,11 @@ class TestGiven:
         with pytest.raises(ConfigurationError, match=message):
             as_metric(thing, "odd")
 
-    def test_names_that_are_taken_are_refused(self) -> None:
+    def test_names_that_are_taken_or_empty_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="'loss'"):
             as_metrics({"loss": "accuracy"})
+        with pytest.raises(ConfigurationError, match=r"a text that is not empty \(got ''\)"):
+            as_metrics({"": "accuracy"})
         with pytest.raises(ConfigurationError, match="Two metrics have the name 'accuracy'"):
             as_metrics(["accuracy", "accuracy"])
 
@@ -727,6 +729,16 @@ class TestClassification:
         values = measured(lambda: ["auroc"], compared(predictions, labels), TensorDataset(predictions, labels))
         shares = predictions.double().softmax(-1).numpy()
         assert values["auroc"] == pytest.approx(sk.roc_auc_score(labels, shares, multi_class="ovr"), rel=1e-12)
+
+    @pytest.mark.parametrize("dim", [1, -1])
+    def test_two_classes_of_tokens_are_two(self, dim: int) -> None:
+        torch.manual_seed(0)
+        scores, labels = torch.randn(4, 5, 2), torch.randint(0, 2, (4, 5))
+        metric = as_metric("f1", "f1")
+        metric.begin(torch.device("cpu"))
+        metric.update(EvaluationOutput(predictions=scores.movedim(-1, dim), labels=labels))
+        expected = f1_score(labels.flatten(), scores.argmax(-1).flatten())
+        assert metric.result([metric.state()]) == pytest.approx(expected, rel=1e-12)
 
     def test_labels_that_cannot_be_counted_are_refused(self) -> None:
         metric = as_metric("f1", "f1")

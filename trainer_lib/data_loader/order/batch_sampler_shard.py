@@ -304,7 +304,6 @@ class BatchSamplerShard(BatchSampler):
     def _cut(self, units: Replay, position: int, ending: Ending) -> Iterator[Any]:
         """Yield slices of ready batches; each batch is a round."""
         batches, upcoming = 0, units.draw(2)
-        ending.batches = None if upcoming else 0
         while upcoming:
             batch, upcoming = upcoming[0], [*upcoming[1:], *units.draw(1)]
             # A batch that does not divide evenly is allowed only at the end.
