@@ -227,6 +227,15 @@ def test_dummies_become_the_optimizer_and_the_schedule_of_the_config() -> None:
     assert get_active_deepspeed_plugin(accelerator.state) is plugin
 
 
+def test_a_loader_prepared_later_may_have_another_batch_size_than_the_one_that_filled_auto() -> None:
+    plugin = DeepSpeedPlugin({"train_batch_size": "auto", "zero_optimization": {"stage": 0}})
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    training, evaluation = (DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=size) for size in (2, 4))
+    accelerator.prepare(training)
+    assert len(accelerator.prepare(evaluation)) == 2
+    assert plugin.filled["train_batch_size"] == 2
+
+
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
