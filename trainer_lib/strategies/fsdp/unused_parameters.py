@@ -34,7 +34,8 @@ class UnusedParameters:
         self._is_first = True
         self._params: list[Any] = []
         self._unused: set[Any] = set()  # by this rank, in this backward
-        self._accumulated: set[Any] = set()  # those of them that have gradients of earlier backwards
+        self._used: set[Any] = set()
+        self._accumulated: set[Any] = set()  # unused ones that have gradients of earlier backwards
         self._reduces = False
         for block in blocks:
             # torch has no event for these two moments.
@@ -55,8 +56,10 @@ class UnusedParameters:
         param_group.reduce_scatter_unused_params = had_backward
         if self._watches and param_group.reduce_grads:
             self._reduces = True
-            unused = [param for param in param_group.fsdp_params if _is_unused(param)]
-            self._unused.update(unused)
+            # A module that is called twice has two reductions in a backward, and gradients only at the second one.
+            self._used.update(param for param in param_group.fsdp_params if not _is_unused(param))
+            unused = set(param_group.fsdp_params) - self._used - self._unused
+            self._unused |= unused
             self._accumulated.update(param for param in unused if param.sharded_param.grad is not None)
         reduce(*arguments)
 
@@ -66,6 +69,7 @@ class UnusedParameters:
         if not self._reduces:
             return
         self._reduces = False
+        self._unused -= self._used
         if self._is_first:
             self._is_first = False
             any_unused = torch.tensor(float(bool(self._unused)), device=self._device)
@@ -76,6 +80,7 @@ class UnusedParameters:
                 if not is_used and param not in self._accumulated:
                     param.sharded_param.grad = None
         self._unused.clear()
+        self._used.clear()
         self._accumulated.clear()
 
 
