@@ -287,9 +287,10 @@ class _Branches(nn.Module):
 HEADS = [[(0, 0), (0, 0)], [(0, 1), (0, 0)], [(1, 1), (1, 0)], [(1, 1), (1, 1)], [(0, 1), (1, 0)]]
 
 
-def _branches(sync_each_batch: bool, ranks: int) -> dict[str, Any]:
+def _branches(sync_each_batch: bool, ranks: int, precision: str = "no") -> dict[str, Any]:
     accelerator = Accelerator(
         cpu=True,
+        mixed_precision=precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch),
         fsdp_plugin=FullyShardedDataParallelPlugin() if ranks > 1 else None,
     )
@@ -316,6 +317,13 @@ def test_weights_that_one_process_did_not_use_have_the_gradients_of_the_others(s
     expected = _branches(False, 1)
     actual, _ = run_world(_branches, (sync_each_batch, 2), 2, timeout=60)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_they_do_in_16_bits_where_other_weights_have_accumulated_gradients(precision: str) -> None:
+    expected = _branches(False, 1, precision)
+    actual, _ = run_world(_branches, (False, 2, precision), 2, timeout=60)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-2)
 
 
 def test_layers_on_meta_start_as_they_would_have() -> None:

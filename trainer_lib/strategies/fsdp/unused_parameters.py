@@ -89,8 +89,22 @@ def _reduce_gathered(param_group: Any, reduce: Callable[..., None], *arguments: 
     # Before 2.15 torch chooses no types for a block that was frozen, and that may train now.
     if getattr(param_group, "_orig_dtype", ...) is None:
         param_group._init_mp_dtypes()
+    if param_group.reduce_grads:
+        _add_up_in_one_type(param_group)
     if param_group.reduce_grads or all(hasattr(param, "_unsharded_param") for param in param_group.fsdp_params):
         reduce(*arguments)
+
+
+def _add_up_in_one_type(param_group: Any) -> None:
+    """Give all gradients of a block the type of those of earlier micro-batches: torch reduces gradients of one type."""
+    gathered = [param for param in param_group.fsdp_params if hasattr(param, "_unsharded_param")]
+    if all(param.unsharded_accumulated_grad is None for param in gathered):
+        return
+    for param in gathered:
+        if param.unsharded_accumulated_grad is None:
+            if param_group.reduce_scatter_unused_params and _is_unused(param):
+                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+            param.to_accumulated_grad_if_needed()
 
 
 def _is_unused(param: Any) -> bool:
