@@ -49,6 +49,16 @@ class UnusedParameters:
                 param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
                 self._params += param_group.fsdp_params
 
+    @property
+    def watches(self) -> bool | None:
+        """Whether ranks tell each other after each backward what they have not used; `None` before the first one."""
+        return None if self._is_first or self._group.size == 1 else self._watches
+
+    @watches.setter
+    def watches(self, watches: bool | None) -> None:
+        if self._group.size > 1:
+            self._is_first, self._watches = watches is None, watches is not False
+
     def _reduce(self, param_group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
         """Reduce the gradients of a block."""
         # A block without a backward gathers no weights, so no rank has had one.
