@@ -119,7 +119,8 @@ def _average_statistics(run: Run, models: list[nn.Module], layers: list[_BatchNo
         model.train()
     model_or_models: Any = run.modules if len(models) > 1 else models[0]
     loader, batches = trainer.parts.evaluator.prepared(trainer.train_dataloader()), 0
-    loader.even_batches = False  # no repeated samples
+    # No repeated samples, unless a layer, such as SyncBatchNorm (torch's or another), waits for all ranks.
+    loader.even_batches = any("Sync" in type(layer).__name__ for layer in layers)
     statistics = [value for layer in layers for value in layer.buffers()]
     for batch in loader:
         before = [value.clone() for value in statistics]

@@ -231,9 +231,9 @@ def test_the_last_weights_are_averaged_alike(tmp_path: Path) -> None:
     assert_close(trained(SWA("5 steps", every="2 steps")), expected)
 
 
-def with_statistics() -> nn.Module:
+def with_statistics(kind: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return nn.Sequential(nn.Linear(6, 4), kind(4), nn.Linear(4, 2))
 
 
 def test_running_statistics_are_recomputed_at_the_end() -> None:
@@ -264,6 +264,44 @@ def test_running_statistics_are_those_of_all_samples_where_ranks_have_different_
         expected = statistics(count)
         for actual in run_world(statistics, (count,), 2, timeout=60):
             assert_close(actual, expected)
+
+
+class SyncedOnCpu(nn.BatchNorm1d):
+    """Computes its statistics over the batches of all ranks, as SyncBatchNorm does on accelerators."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        sums = torch.cat([input.sum(dim=0), input.square().sum(dim=0), torch.tensor([float(len(input))])]).detach()
+        torch.distributed.all_reduce(sums)
+        mean, square = (sums[:-1] / sums[-1]).chunk(2)
+        var = square - mean.square()
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for kept, value in ((self.running_mean, mean), (self.running_var, var)):
+            assert kept is not None
+            kept.lerp_(value, momentum)
+        return (input - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+def test_running_statistics_of_synchronized_layers_wait_for_no_rank_without_a_batch() -> None:
+    """Of 11 batches of 4 samples one rank has 6, and the other 5 and one that repeats samples."""
+
+    def statistics() -> Named:
+        model = with_statistics(SyncedOnCpu)
+        data, rate = points(44), 1e-30
+        averaged = trained(
+            SWA(0.0, every=1), model=model, train_dataset=data, per_device_train_batch_size=4, learning_rate=rate
+        )
+        with torch.no_grad():  # the batch that repeats samples counts too
+            means = with_statistics()[0](data[0]).mean(dim=0)
+        torch.testing.assert_close(averaged["1.running_mean"], means, rtol=0, atol=0.05)
+        return averaged
+
+    first, second = run_world(statistics, (), 2, timeout=60)
+    assert_equal(first, second)
+    assert first["1.num_batches_tracked"] == 6
 
 
 def test_running_statistics_leave_out_batches_with_nan() -> None:

@@ -67,6 +67,16 @@ class Tied(Stack):
         return (hidden @ self.last.weight)[:, :3] * self.scale + self.shift
 
 
+class Twice(Stack):
+    """A stack that runs each block twice, as ALBERT runs its layers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(block(hidden))
+        return self.last(hidden) * self.scale + self.shift
+
+
 def give_values(module: nn.Module) -> None:
     """Give one module's own weights and buffers their values."""
     for parameter in module.parameters(recurse=False):

@@ -227,6 +227,15 @@ def test_dummies_become_the_optimizer_and_the_schedule_of_the_config() -> None:
     assert get_active_deepspeed_plugin(accelerator.state) is plugin
 
 
+def test_a_loader_prepared_later_may_have_another_batch_size_than_the_one_that_filled_auto() -> None:
+    plugin = DeepSpeedPlugin({"train_batch_size": "auto", "zero_optimization": {"stage": 0}})
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    training, evaluation = (DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=size) for size in (2, 4))
+    accelerator.prepare(training)
+    assert len(accelerator.prepare(evaluation)) == 2
+    assert plugin.filled["train_batch_size"] == 2
+
+
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")
@@ -848,6 +857,42 @@ def test_an_optimizer_with_a_state_from_the_start_trains_and_resumes(stage: int,
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6)
         assert torch.equal(trained[name], resumed[name])
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_shards_in_another_order_are_saved_and_loaded_under_the_right_names(
+    stage: int, offloads: bool, tmp_path: Path
+) -> None:
+    def body(is_reordered: bool) -> list[Any]:
+        zero: dict[str, Any] = {"stage": stage, "round_robin_gradients": is_reordered}
+        plugin = DeepSpeedPlugin({"zero_optimization": zero}, offload_optimizer_device="cpu" if offloads else None)
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        network = sharded.stack(Flat)
+        model, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+        states: list[Any] = []
+        for step in range(4):
+            accelerator.backward(model(torch.arange(16.0).view(2, 8) / 16).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                accelerator.save_state(str(tmp_path / "saved"))
+                states.append(accelerator.strategy.optimizer_state(optimizer.optimizer, [model]).get("state"))
+                accelerator.load_state(str(tmp_path / "saved"))
+        states.append(accelerator.get_state_dict(model))
+        accelerator.free_memory()
+        return states
+
+    (state, weights), _ = run_forked(body, (True,), num_processes=2, timeout=100)
+    (expected_state, expected), _ = run_forked(body, (False,), num_processes=2, timeout=100)
+    for name, values in expected_state.items():
+        for key, value in values.items():
+            torch.testing.assert_close(state[name][key], value, rtol=1e-5, atol=1e-7)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
 
 
 @needs_deepspeed

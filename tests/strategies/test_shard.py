@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.accelerator import toy
-from tests.strategies.sharded import Block, Case, Tied, give_values, train
+from tests.strategies.sharded import Block, Case, Tied, Twice, give_values, train
 from tests.worlds import run_world
 from trainer_lib import Accelerator, FullyShardedDataParallelPlugin
 
@@ -52,6 +52,8 @@ TWO = {
         plugin={"ignored_modules": "last"}, optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True)
     ),
     "tied": Case(kind=Tied),
+    "each block twice": Case(kind=Twice, plugin={"auto_wrap_policy": [Block]}),
+    "each block twice, reduced each time": Case(kind=Twice, steps=2, sync_each_batch=True),
     "tied, others on meta": Case(kind=Tied, start=_on_meta_but_main),
     "others on meta": Case(start=_on_meta_but_main),
     "all on meta": Case(start=_on_meta, plugin={"param_init_fn": give_values}),
@@ -81,7 +83,7 @@ FOUR = {
     "reshard to two": Case(plugin={"reshard_after_forward": 2}),
 }
 QUICK = {  # one case for each kind of sharding
-    2: {"full shard", "shard grad op", "offload", "ignored", "tied", "weighted accumulation"},
+    2: {"full shard", "shard grad op", "offload", "ignored", "tied", "each block twice", "weighted accumulation"},
     4: set(),
 }
 

@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,9 +288,10 @@ class _Branches(nn.Module):
 HEADS = [[(0, 0), (0, 0)], [(0, 1), (0, 0)], [(1, 1), (1, 0)], [(1, 1), (1, 1)], [(0, 1), (1, 0)]]
 
 
-def _branches(sync_each_batch: bool, ranks: int) -> dict[str, Any]:
+def _branches(sync_each_batch: bool, ranks: int, precision: str = "no") -> dict[str, Any]:
     accelerator = Accelerator(
         cpu=True,
+        mixed_precision=precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch),
         fsdp_plugin=FullyShardedDataParallelPlugin() if ranks > 1 else None,
     )
@@ -316,6 +318,53 @@ def test_weights_that_one_process_did_not_use_have_the_gradients_of_the_others(s
     expected = _branches(False, 1)
     actual, _ = run_world(_branches, (sync_each_batch, 2), 2, timeout=60)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+class _Heads(nn.Module):
+    """The mean of some of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack()
+        self.heads = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, inputs: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([self.heads[head](self.body(inputs)) for head in used]).mean()
+
+
+def _resumed_heads(folder: Path) -> list[dict[str, Any]]:
+    """Return the weights after updates that use one head a rank, both, and one; and those of a run that resumed."""
+    states: list[dict[str, Any]] = []
+    for loads in (False, True):
+        accelerator = _sharding()
+        network = stack(_Heads)
+        network, optimizer = accelerator.prepare(
+            network, torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=0.5)
+        )
+        if loads:
+            accelerator.load_state(folder)
+        for update, used in list(enumerate([(accelerator.process_index,), (0, 1), (0,)]))[int(loads) :]:
+            accelerator.backward(network(toy.data()[0][:4], used))
+            optimizer.step()
+            optimizer.zero_grad()
+            if update == 0:
+                accelerator.save_state(folder)
+        states.append(accelerator.get_state_dict(network))
+        accelerator.free_memory()
+    return states
+
+
+def test_weights_that_no_process_used_stay_as_they_are_after_a_resume_too(tmp_path: Path) -> None:
+    (whole, resumed), _ = run_world(_resumed_heads, (tmp_path,), 2, timeout=60)
+    assert whole
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_they_do_in_16_bits_where_other_weights_have_accumulated_gradients(precision: str) -> None:
+    expected = _branches(False, 1, precision)
+    actual, _ = run_world(_branches, (False, 2, precision), 2, timeout=60)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-2)
 
 
 def test_layers_on_meta_start_as_they_would_have() -> None:

@@ -114,7 +114,8 @@ def _fill(
         key: known.get(key, AUTO) for key, value in values_of(plugin.deepspeed_config) if value == AUTO
     }
     compared = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    filled |= {key: known[key] for key in compared if key in known and plugin.get_value(key) is not None}
+    written = [key for key in compared if plugin.get_value(key) is not None and key not in plugin.filled]
+    filled |= {key: known[key] for key in written if key in known}
     plugin.deepspeed_config_process("", None, None, True, **filled)
     for dummy, section in ((optimizers, "optimizer"), (schedules, "scheduler")):
         if dummy:

@@ -316,3 +316,11 @@ class Strategy(ABC):
         from trainer_lib.strategies.optimizer_state_names import load_named_state
 
         load_named_state(optimizer, [self.bare(model) for model in models], state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to continue, besides the states of models and optimizers."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, in any world."""
+        del state

@@ -190,6 +190,7 @@ class _Window:
             "gradients": gradients,
             "begins_anew": restarts,
             **({"local": self._local.state_dict()} if engine.trains_locally else {}),
+            **({"strategy": strategy} if (strategy := engine.strategy.state_dict()) else {}),
         }
 
     def _loses_gradients(self, optimizer: Any) -> bool:
@@ -203,6 +204,7 @@ class _Window:
         engine = self._engine
         if "local" in state and not self._is_other_world:
             self._load_local(state["local"])
+        engine.strategy.load_state_dict(state.get("strategy", {}))
         engine.precision.state_dict()  # finishes pending loss-scale updates, which the loaded state replaces
         window = send_to_device(state["window"], engine.device)
         engine.window.load_state_dict(window, engine.prepared.models, engine.prepared.optimizers)

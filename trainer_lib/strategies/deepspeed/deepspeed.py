@@ -262,6 +262,7 @@ class DeepSpeed(Strategy):
                 model=model.module, optimizer=optimizer.optimizer, config=config, dist_init_required=False
             )
         _keep_adagrad(engine, optimizer.optimizer)
+        _link_reordered_weights(engine)
         return engine
 
     def _all_shards(self) -> list[ZeroShards]:
@@ -352,6 +353,17 @@ def _keep_adagrad(engine: Any, optimizer: Optimizer) -> None:
         zero._link_all_hp_params()  # pyright: ignore[reportPrivateUsage]
         zero._create_optimizer_mapping()  # pyright: ignore[reportPrivateUsage]
         zero._param_slice_mappings = zero._create_param_mapping()  # pyright: ignore[reportPrivateUsage]
+
+
+def _link_reordered_weights(engine: Any) -> None:
+    """Link weights to their parts of the shards, which `round_robin_gradients` lays out in another order."""
+    zero = engine.optimizer
+    if not getattr(zero, "round_robin_gradients", False):  # stage 3 has no such order
+        return
+    in_order, zero.bit16_groups = zero.bit16_groups, zero.round_robin_bit16_groups
+    zero._link_all_hp_params()  # pyright: ignore[reportPrivateUsage]
+    zero.bit16_groups = in_order
+    zero._param_slice_mappings = zero._create_param_mapping()  # pyright: ignore[reportPrivateUsage]
 
 
 def _no_local_training() -> UnsupportedError:

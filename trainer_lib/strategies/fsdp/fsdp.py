@@ -222,6 +222,17 @@ class FSDP(Strategy):
         models = [self.bare(model) for model in models]
         sharded_state.load_optimizer_state(optimizer, models, state, self.group, self.device)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return, for each model, whether ranks tell each other which parameters they have not used."""
+        watches = [None if model.unused is None else model.unused.watches for model in self._models]
+        return {"watches_unused": watches} if any(value is not None for value in watches) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as before the save: the first backward after it may use other parameters than the first of all."""
+        for model, watches in zip(self._models, state.get("watches_unused", ()), strict=False):
+            if model.unused is not None:
+                model.unused.watches = watches
+
     def release(self) -> None:
         """Release the models and optimizers."""
         for model in self._models:

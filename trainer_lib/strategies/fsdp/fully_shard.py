@@ -94,12 +94,13 @@ class ShardedModel:
         offloads = plugin.offload.to_cpu
         in_fp8 = Float8Gather(model, plugin.reshard_after_forward, offloads) if splitting.shards else None
         self._blocks: list[FSDPModule] = []
+        self.unused: UnusedParameters | None = None
         if splitting.shards:
             held = set(model.modules())  # stages of a pipeline drop the modules of other ranks
             inner = [module for module in wrapped.values() if module in held]
             self._blocks = _sharded(model, inner, plugin, {**arguments, "ignored_params": kept})
             if splitting.runs_whole_model:
-                UnusedParameters(self._blocks, splitting.replicas, device)
+                self.unused = UnusedParameters(self._blocks, splitting.replicas, device)
         if values is not None:
             self._fill(values, first)
         splitting.finish(model)

@@ -34,7 +34,8 @@ class UnusedParameters:
         self._is_first = True
         self._params: list[Any] = []
         self._unused: set[Any] = set()  # by this rank, in this backward
-        self._accumulated: set[Any] = set()  # those of them that have gradients of earlier backwards
+        self._used: set[Any] = set()
+        self._accumulated: set[Any] = set()  # unused ones that have gradients of earlier backwards
         self._reduces = False
         for block in blocks:
             # torch has no event for these two moments.
@@ -48,6 +49,16 @@ class UnusedParameters:
                 param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
                 self._params += param_group.fsdp_params
 
+    @property
+    def watches(self) -> bool | None:
+        """Whether ranks tell each other after each backward what they have not used; `None` before the first one."""
+        return None if self._is_first or self._group.size == 1 else self._watches
+
+    @watches.setter
+    def watches(self, watches: bool | None) -> None:
+        if self._group.size > 1:
+            self._is_first, self._watches = watches is None, watches is not False
+
     def _reduce(self, param_group: Any, reduce: Callable[..., None], *arguments: Any) -> None:
         """Reduce the gradients of a block."""
         # A block without a backward gathers no weights, so no rank has had one.
@@ -55,8 +66,10 @@ class UnusedParameters:
         param_group.reduce_scatter_unused_params = had_backward
         if self._watches and param_group.reduce_grads:
             self._reduces = True
-            unused = [param for param in param_group.fsdp_params if _is_unused(param)]
-            self._unused.update(unused)
+            # A module that is called twice has two reductions in a backward, and gradients only at the second one.
+            self._used.update(param for param in param_group.fsdp_params if not _is_unused(param))
+            unused = set(param_group.fsdp_params) - self._used - self._unused
+            self._unused |= unused
             self._accumulated.update(param for param in unused if param.sharded_param.grad is not None)
         reduce(*arguments)
 
@@ -66,6 +79,7 @@ class UnusedParameters:
         if not self._reduces:
             return
         self._reduces = False
+        self._unused -= self._used
         if self._is_first:
             self._is_first = False
             any_unused = torch.tensor(float(bool(self._unused)), device=self._device)
@@ -76,6 +90,7 @@ class UnusedParameters:
                 if not is_used and param not in self._accumulated:
                     param.sharded_param.grad = None
         self._unused.clear()
+        self._used.clear()
         self._accumulated.clear()
 
 
@@ -84,8 +99,22 @@ def _reduce_gathered(param_group: Any, reduce: Callable[..., None], *arguments: 
     # Before 2.15 torch chooses no types for a block that was frozen, and that may train now.
     if getattr(param_group, "_orig_dtype", ...) is None:
         param_group._init_mp_dtypes()
+    if param_group.reduce_grads:
+        _add_up_in_one_type(param_group)
     if param_group.reduce_grads or all(hasattr(param, "_unsharded_param") for param in param_group.fsdp_params):
         reduce(*arguments)
+
+
+def _add_up_in_one_type(param_group: Any) -> None:
+    """Give all gradients of a block the type of those of earlier micro-batches: torch reduces gradients of one type."""
+    gathered = [param for param in param_group.fsdp_params if hasattr(param, "_unsharded_param")]
+    if all(param.unsharded_accumulated_grad is None for param in gathered):
+        return
+    for param in gathered:
+        if param.unsharded_accumulated_grad is None:
+            if param_group.reduce_scatter_unused_params and _is_unused(param):
+                param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+            param.to_accumulated_grad_if_needed()
 
 
 def _is_unused(param: Any) -> bool:
