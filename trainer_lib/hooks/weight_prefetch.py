@@ -25,7 +25,7 @@ class WeightPrefetcher:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = with_index(device)  # the thread that fetches has another current device
+        self.device: torch.device = with_index(device)  # the thread that fetches has another current device
         self._readers: dict[str, Callable[[], Weights]] = {}
         self._next: dict[str, str] = {}
         self._last: str | None = None
