@@ -27,6 +27,7 @@ from trainer_lib import (
 )
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, StateError, UnsupportedError
 from trainer_lib.hooks import (
+    attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     remove_hook_from_module,
     remove_hook_from_submodules,
@@ -222,6 +223,17 @@ def test_the_next_layer_is_fetched_while_one_computes() -> None:
         assert torch.equal(prefetcher.take(name)[name], torch.ones(1))
     assert [thread for _, thread in order[:2]] == ["MainThread", "MainThread"]
     assert {thread for _, thread in order[3:]} == {"weight-prefetch"}
+
+
+def test_weights_are_fetched_to_the_device_of_the_thread_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that fetches has another current device: that of a new thread is the first one."""
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert WeightPrefetcher(torch.device("cuda")).device == torch.device("cuda", 1)
+
+
+def test_the_first_accelerator_by_its_index_is_not_taken_for_the_cpu() -> None:
+    with pytest.raises(RuntimeError, match="none is available"):  # of this machine
+        attach_align_device_hook(nn.Sequential(), execution_device=0, offload=True)
 
 
 def test_adapters_over_an_offloaded_base_train() -> None:

@@ -56,3 +56,13 @@ def test_the_cores_near_the_device_are_used_if_the_launcher_asks(monkeypatch: py
     use_device(torch.device("cuda", 1))
     use_device(torch.device("cpu"))
     assert bound == [1]
+
+
+def test_a_device_that_is_requested_without_an_index_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    _devices(monkeypatch, 2)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
+    assert choose_device(False, _world("torchrun")) == torch.device("cuda", 1)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
+    assert choose_device(False, _world("torchrun")) == torch.device("cuda", 0)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    assert choose_device(False, _world("torchrun")) == torch.device("meta")

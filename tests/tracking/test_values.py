@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.tracking.delivery.entries import Entry, from_line, to_line
@@ -64,6 +65,14 @@ def test_a_value_that_cannot_be_read_leaves_the_others_alone() -> None:
         {"loss": 0.5},
         {"empty": "a Tensor of shape () that cannot be read (RuntimeError)"},
     )
+
+
+def test_tensors_of_devices_without_events_are_copied() -> None:
+    with FakeTensorMode():
+        loss = torch.ones((), device="xla")
+        copied = snapshot({"loss": loss})["loss"]
+    assert copied.device.type == "xla"
+    assert copied is not loss
 
 
 def test_kept_values_are_those_of_the_call() -> None:

@@ -132,6 +132,11 @@ def set_generator_state(device_type: str, state: torch.Tensor) -> None:
         torch.get_device_module(device_type).set_rng_state(state)
 
 
+def has_events(device_type: str) -> bool:
+    """Whether torch can wait for what was launched on a type of device up to some moment."""
+    return device_type not in (*_NO_DEVICE, _XLA)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done its work; the CPU has."""
     if device.type == _XLA:

@@ -77,7 +77,7 @@ def attach_align_device_hook(
         recurse: Whether modules inside it get hooks too.
     """
     if offload and prefetcher is None:
-        prefetcher = WeightPrefetcher(torch.device(execution_device or "cpu"))
+        prefetcher = WeightPrefetcher(torch.device("cpu" if execution_device is None else execution_device))
     if offload and ties is None:
         ties = TiedTensors(module, module_name)
     preloads = (

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_lib.modules.device_placement import with_index
+
 Weights = dict[str, Tensor]
 
 
@@ -23,7 +25,7 @@ class WeightPrefetcher:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device: torch.device = with_index(device)  # the thread that fetches has another current device
         self._readers: dict[str, Callable[[], Weights]] = {}
         self._next: dict[str, str] = {}
         self._last: str | None = None

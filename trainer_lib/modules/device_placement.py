@@ -142,7 +142,19 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     """
     if first_device.type != second_device.type:
         return False
-    return first_device.type in ("cpu", "meta") or _index(first_device) == _index(second_device)
+    return first_device.type in ("cpu", "meta") or with_index(first_device) == with_index(second_device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return a device with its index: "cuda" is the current one of this thread, and each thread has its own.
+
+    Example:
+        >>> with_index(torch.device("cpu"))
+        device(type='cpu')
+    """
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def read_device(device: Device) -> Any:
@@ -319,10 +331,6 @@ def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
     if value is not None and not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"{shown(value)} is not a torch dtype. Give one such as torch.float16 or 'bfloat16'.")
     return dtype
-
-
-def _index(device: torch.device) -> int:
-    return torch.get_device_module(device.type).current_device() if device.index is None else device.index
 
 
 def _names(model: nn.Module) -> set[str]:

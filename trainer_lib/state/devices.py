@@ -14,7 +14,7 @@ def choose_device(cpu: bool, world: World | None) -> torch.device:
     if cpu or environment.cpu_requested():
         return torch.device("cpu")
     if requested is not None:
-        return _requested_device(requested)
+        return _requested_device(requested, world)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or (is_shared(accelerator.type) and world is not None and world.size > 1):
         return torch.device("cpu")
@@ -31,11 +31,15 @@ def use_device(device: torch.device) -> None:
             set_numa_affinity(device.index)
 
 
-def _requested_device(name: str) -> torch.device:
+def _requested_device(name: str, world: World | None) -> torch.device:
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigurationError(f"ACCELERATE_TORCH_DEVICE={name!r} is not a device of torch: {error}") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type or is_shared(device.type) or device.index is not None:
+        return device
+    return torch.device(device.type, _index(device.type, world))
 
 
 def _index(kind: str, world: World | None) -> int:

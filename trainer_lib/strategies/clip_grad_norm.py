@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer_lib.foundation.device_types import FOREACH_NORM
+from trainer_lib.foundation.device_types import FOREACH_NORM, sum_dtype
 from trainer_lib.foundation.errors import UnsupportedError
 from trainer_lib.foundation.tensors.tensor_operations import foreach_mul_, foreach_norm
 
@@ -122,7 +122,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float, device: torch.devi
     norm_type = float(norm_type)
     powers: dict[tuple[Any, ...], Tensor] = {}  # by the groups over which they have to be reduced
     for layout, group in _by_layout(gradients).items():
-        norms = _norms(local_values(group), norm_type, device, torch.float64 if in_double else None)
+        norms = _norms(local_values(group), norm_type, device, sum_dtype(device) if in_double else None)
         _add(powers, () if layout is None else _groups_of_shards(*layout), _powers(norms, norm_type))
     if not powers:
         return torch.zeros((), device=device)
@@ -160,7 +160,9 @@ class NormOfParts:
         powers: dict[tuple[Any, ...], Tensor] = {}
         for layout, norms in self._norms.items():
             groups = () if layout is None else _groups_of_shards(*layout)
-            _add(powers, groups, _powers(torch.stack(norms).to(self._device), 2.0))
+            _add(
+                powers, groups, _powers(torch.stack([norm.to(self._device, non_blocking=True) for norm in norms]), 2.0)
+            )
         return _over_ranks(powers, 2.0).float() if powers else torch.zeros((), device=self._device)
 
     def clear(self) -> None:
@@ -212,9 +214,9 @@ def _norms(tensors: list[Tensor], norm_type: float, device: torch.device, dtype:
         remaining = iter(norms)
         norms = [next(remaining) if tensor.numel() else norm_of_empty for tensor in tensors]
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
-        norms = [norm.to(device, torch.float64, non_blocking=True) for norm in norms]
+        norms = [norm.to(device, sum_dtype(device), non_blocking=True) for norm in norms]
     # In double, so that the powers that ranks add up neither underflow nor overflow.
-    return torch.stack(norms).to(device, torch.float64, non_blocking=True)
+    return torch.stack(norms).to(device, sum_dtype(device), non_blocking=True)
 
 
 def _groups_of_shards(mesh: Any, placements: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
@@ -85,3 +86,14 @@ def test_a_root_and_a_perplexity_are_those_of_the_mean() -> None:
     for name in ("mse", "rmse", "perplexity"):
         assert logged[name] == pytest.approx(evaluated[f"eval_{name}"], rel=1e-6), name
     assert logged["rmse"] == pytest.approx(logged["mse"] ** 0.5, rel=1e-6)
+
+
+def test_values_of_another_device_are_summed_there() -> None:
+    """Such as those of the last layers of a model that is split across devices."""
+    means = RunningMeans(LoneProcess(), torch.device("cuda", 0))
+    with FakeTensorMode():
+        for _ in range(2):
+            means.add("value", torch.ones((), device="cuda:1"))
+    total = means.mark()[0]["value"]
+    assert isinstance(total, Tensor)
+    assert total.device == torch.device("cuda", 1)

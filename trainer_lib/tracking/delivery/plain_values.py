@@ -9,7 +9,6 @@ from pathlib import PurePath
 from typing import Any
 
 _PLAIN = (float, int, str, bool, type(None))
-_WITHOUT_EVENTS = ("cpu", "meta")  # devices whose copies are done at once
 
 
 class DeviceCopy:
@@ -22,7 +21,7 @@ class DeviceCopy:
 
         self._copy = tensor.detach().clone()
         self._done = torch.Event(tensor.device)
-        self._done.record()
+        self._done.record(torch.accelerator.current_stream(tensor.device))  # by default that of the current device
 
     def read(self) -> Any:
         """Return the tensor on the host."""
@@ -44,7 +43,9 @@ def _copy(value: Any) -> Any:
         return snapshot(value)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.device.type in _WITHOUT_EVENTS else DeviceCopy(value)
+        from trainer_lib.foundation.device_types import has_events
+
+        return DeviceCopy(value) if has_events(value.device.type) else value.detach().clone()
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 0):
         return value.copy()
     if type(value) in (list, tuple):

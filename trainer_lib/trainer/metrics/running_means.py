@@ -30,7 +30,7 @@ class RunningMeans:
 
     Args:
         group: The ranks whose values are reduced.
-        device: The device of the sums.
+        device: The device of this rank, which decides the type of the sums.
 
     Example:
         >>> from trainer_lib.process_group import LoneProcess
@@ -42,7 +42,7 @@ class RunningMeans:
     """
 
     def __init__(self, group: "ProcessGroup", device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group = group
         self._dtype = sum_dtype(device)
         self._sums: dict[str, float | Tensor] = {}
         self._weights: dict[str, Weight] = {}
@@ -94,7 +94,7 @@ class RunningMeans:
             total = total.item()
         so_far = self._sums.get(name, 0.0)
         if isinstance(total, Tensor) and not isinstance(so_far, Tensor):
-            so_far = torch.full((), so_far, dtype=self._dtype, device=self._device)
+            so_far = torch.full((), so_far, dtype=self._dtype, device=total.device)  # a split model's may be another
         self._sums[name] = so_far + total  # not in place: a mark may have the sum so far
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
