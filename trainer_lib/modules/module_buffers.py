@@ -78,7 +78,7 @@ class Buffers:
         tensors = [buffer for buffer in self._buffers if buffer is not None]
         for buffer, copy in zip(tensors, self._copies, strict=True):
             if buffer.shape == copy.shape:
-                here = flag.to(buffer.device, non_blocking=True)  # a split model's buffers are on several devices
+                here = flag.to(buffer.device)  # a split model's buffers are on several devices
                 buffer.copy_(torch.where(here, copy, buffer))
 
 
