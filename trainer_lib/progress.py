@@ -73,9 +73,11 @@ class Progress(Protocol):
         ...
 
 
-def is_live(file: TextIO) -> bool:
-    """Whether the file can show a moving bar: a terminal or a notebook."""
-    return file.isatty() or any(base.__module__ == "tqdm.notebook" for base in _bar_class().__mro__)
+def is_live(file: TextIO | None) -> bool:
+    """Whether the file can show a moving bar: a terminal or a notebook. A closed one is `None`."""
+    return (file is not None and file.isatty()) or any(
+        base.__module__ == "tqdm.notebook" for base in _bar_class().__mro__
+    )
 
 
 def show_progress(

@@ -5,6 +5,8 @@ import csv
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.faults.conftest import SmallDisk
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import Dies, digest, one_run, sharded, state_of, train, trained, warned
+from tests.launched import PYTHON_PATH
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
 from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
@@ -515,6 +518,25 @@ def test_a_run_that_resumes_on_a_full_disk_loses_no_line_of_its_logs(small_disk:
         assert sum(f"{name} cannot be written: No space left" in line for line in warnings) == 1, warnings
     assert contents("parts") == contents("whole")
     assert [json.loads(line)["step"] for line in of_rank_1.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("output", [">/dev/full 2>&1", ">&- 2>&-", "2>&1 | true"])
+def test_a_run_continues_when_nothing_takes_its_output(tmp_path: Path, output: str, processes: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.trainer.tasks import *\n"
+        "trainer(arguments(output_dir='runs', progress_bar=None, log_every=2), eval_dataset=points(10)).fit()\n"
+    )
+    launch = f"-m trainer_lib launch --cpu --num_processes {processes}" if processes > 1 else ""
+    command = f"set -o pipefail; {sys.executable} {launch} {script} {output}"
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, check=False, timeout=120)
+    (run,) = (tmp_path / "runs").glob("*/run.json")
+    assert json.loads(run.read_text())["status"] == "finished"
 
 
 # -- temporary files -------------------------------------------------------------------------------------------------
