@@ -73,9 +73,11 @@ class Progress(Protocol):
         ...
 
 
-def is_live(file: TextIO) -> bool:
-    """Whether the file can show a moving bar: a terminal or a notebook."""
-    return file.isatty() or any(base.__module__ == "tqdm.notebook" for base in _bar_class().__mro__)
+def is_live(file: TextIO | None) -> bool:
+    """Whether the file can show a moving bar: a terminal or a notebook. A closed one is `None`."""
+    return (file is not None and file.isatty()) or any(
+        base.__module__ == "tqdm.notebook" for base in _bar_class().__mro__
+    )
 
 
 def show_progress(
@@ -238,11 +240,11 @@ def _width(file: TextIO) -> dict[str, Any]:
     if not file.isatty():
         return {"dynamic_ncols": True}
     try:
-        columns = os.get_terminal_size(file.fileno()).columns
+        columns, lines = os.get_terminal_size(file.fileno())
     except OSError:
-        columns = 0
-    # A terminal without a size, as in many containers, reports 0 columns, and tqdm would show nothing.
-    return {"dynamic_ncols": True} if columns else {"ncols": 80}
+        columns = lines = 0
+    # A terminal without a size, as in many containers, reports 0, and tqdm would show nothing.
+    return {"dynamic_ncols": True} if columns and lines else {"ncols": columns or 80, "nrows": lines or 24}
 
 
 def _bar_class() -> Any:

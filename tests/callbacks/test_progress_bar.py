@@ -35,9 +35,9 @@ class Arguments:
 class Screen:
     """A terminal, and what one sees on it."""
 
-    def __init__(self, columns: int = 100) -> None:
+    def __init__(self, columns: int = 100, lines: int = 24) -> None:
         self._read, write = pty.openpty()
-        fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.file: TextIO = os.fdopen(write, "w")
         self.written = ""
 
@@ -126,9 +126,14 @@ def test_the_learning_rate_is_shown_and_the_steps_before_a_restart_count(screen:
     events.fire("on_fit_end", run)
 
 
-@pytest.mark.parametrize(("columns", "length"), [(60, 60), (100, 100), (0, 80)])
-def test_a_bar_is_as_wide_as_the_terminal_if_that_says(columns: int, length: int) -> None:
-    screen = Screen(columns)
+@pytest.mark.parametrize(
+    ("columns", "lines", "length"), [(60, 24, 60), (100, 24, 100), (0, 24, 80), (0, 0, 80), (60, 0, 60)]
+)
+def test_a_bar_is_as_wide_as_the_terminal_if_that_says(
+    monkeypatch: pytest.MonkeyPatch, columns: int, lines: int, length: int
+) -> None:
+    screen = Screen(columns, lines)
+    monkeypatch.setattr(sys, "stderr", screen.file)  # for which tqdm reads the number of lines
     go_through([ProgressBar(screen.file)], 2, running(max_steps=2))
     assert length - 1 <= len(screen.lines()[0]) <= length
     screen.close()

@@ -20,11 +20,12 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "launch           start a script" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second one is that of the locale C
 @pytest.mark.parametrize("command", [["--help"], ["launch", "--help", "all"], ["train", "--help"], ["plan", "--help"]])
-def test_an_encoding_without_a_character_is_no_error(command: list[str]) -> None:
+def test_an_encoding_without_a_character_is_no_error(command: list[str], errors: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "trainer_lib", *command],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "PYTHONIOENCODING": "ascii:strict"},
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "PYTHONIOENCODING": f"ascii:{errors}"},
         capture_output=True,
         check=False,
         timeout=60,
@@ -60,6 +61,15 @@ def test_commands_end_quietly_when_nobody_reads_their_output(arguments: list[str
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["runs", "--help"], ["launch", "--help", "all"], ["env"]])
+def test_output_that_cannot_be_written_is_an_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "trainer_lib", *arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    reason = "the output could not be written: No space left on device."
+    assert (done.returncode, done.stderr) == (1, f"trainer-lib {arguments[0]}: error: {reason}\n")
 
 
 @pytest.mark.parametrize("module", ["foundation.errors", "commands.env", "commands.subcommands"])

@@ -415,7 +415,7 @@ def test_answers_are_typed_on_a_terminal(tmp_path: Path) -> None:
         terminal.wait_for("Where do you train?")
         terminal.type("\n")
         terminal.wait_for("How many machines? [1]: ")
-        terminal.type("5\n")
+        terminal.type("1\x1b[D5\x1b[C\x7f\n")  # 1, left, 5, right, backspace
         terminal.wait_for("from 0? [0]: ")
         terminal.type("back\n")
         terminal.wait_for("How many machines? [5]: ")

@@ -5,26 +5,32 @@ import csv
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.faults.conftest import SmallDisk
 from tests.faults.injuries import failing_disk, full_disk, unlimited
 from tests.faults.ledger import Ledger
 from tests.faults.trainings import Dies, digest, one_run, sharded, state_of, train, trained, warned
+from tests.launched import PYTHON_PATH
 from tests.trainer.tasks import arguments, network, points, trainer
 from tests.worlds import run_world
-from trainer_lib import CheckpointError, ConfigurationError, UnsavedError
+from trainer_lib import Accelerator, CheckpointError, ConfigurationError, UnsavedError, load_checkpoint_in_model
 from trainer_lib.callbacks import CsvLog, Provenance
 from trainer_lib.checkpointing.load.find import verify_state
 from trainer_lib.collectives.agreement import raise_on_all_ranks
 from trainer_lib.events import Modifier, Run
 from trainer_lib.foundation.errors import UnwritableError
 from trainer_lib.processes.exit_codes import exit_code_of
+from trainer_lib.utils import load
 
 # -- an engine -------------------------------------------------------------------------------------------------------
 
@@ -153,6 +159,50 @@ def test_pickled_weights_fail_as_clearly(tmp_path: Path) -> None:
     (message,) = run_world(body, num_processes=1, timeout=60)
     assert "pytorch_model.bin could not be written: File too large" in message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("leave", [0, 9000, 40000])  # the error comes from another part of torch's writer
+def test_weights_and_objects_that_do_not_fit_leave_the_earlier_ones(small_disk: SmallDisk, leave: int) -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(100, 100)
+    weights, file = small_disk.folder / "weights", small_disk.folder / "object"
+    accelerator.save_model(model, weights, safe_serialization=False)
+    accelerator.save(1, file)
+    small_disk.fill(leave)
+    with pytest.raises(CheckpointError, match=f"{weights}: the weights .* could not be written: .*No space left"):
+        accelerator.save_model(nn.Linear(100, 100), weights, safe_serialization=False)
+    for safe in (True, False):
+        with pytest.raises(OSError, match=f"No space left on device: '{file}'"):
+            accelerator.save(model.state_dict(), file, safe_serialization=safe)
+    loaded = nn.Linear(100, 100)
+    load_checkpoint_in_model(loaded, weights, strict=True)
+    assert torch.equal(loaded.weight, model.weight)
+    assert load(file) == 1
+    small_disk.empty()
+    assert sorted(path.name for path in small_disk.folder.iterdir()) == ["object", "weights"]
+
+
+class Widened(nn.Module):
+    """Repeats a number, the more often the larger it is."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Repeat the numbers of a batch, which are all equal."""
+        return inputs.repeat(1, 100 + int(inputs[0, 0]))
+
+
+@pytest.mark.parametrize(
+    "rows", [7000, 9600]
+)  # a disk that is full when the parts are joined, and while they are written
+def test_predictions_that_do_not_fit_are_an_error_and_leave_nothing(small_disk: SmallDisk, rows: int) -> None:
+    def body() -> str:
+        inputs = torch.arange(2.0).repeat_interleave(rows // 2)[:, None]
+        model_trainer = trainer(arguments(per_device_eval_batch_size=100), model=Widened(), train_dataset=None)
+        with pytest.raises(UnwritableError) as error:
+            model_trainer.predict((inputs,), to=small_disk.folder / "predictions")
+        return str(error.value)
+
+    (message,) = run_world(body, (), 1, timeout=60)
+    assert "predictions: the predictions could not be written: No space left on device." in message
+    assert list(small_disk.folder.iterdir()) == []
 
 
 def test_a_read_only_disk_raises_on_save_and_still_loads(small_disk: SmallDisk, ledger: Ledger) -> None:
@@ -515,6 +565,25 @@ def test_a_run_that_resumes_on_a_full_disk_loses_no_line_of_its_logs(small_disk:
         assert sum(f"{name} cannot be written: No space left" in line for line in warnings) == 1, warnings
     assert contents("parts") == contents("whole")
     assert [json.loads(line)["step"] for line in of_rank_1.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("output", [">/dev/full 2>&1", ">&- 2>&-", "2>&1 | true"])
+def test_a_run_continues_when_nothing_takes_its_output(tmp_path: Path, output: str, processes: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.trainer.tasks import *\n"
+        "trainer(arguments(output_dir='runs', progress_bar=None, log_every=2), eval_dataset=points(10)).fit()\n"
+    )
+    launch = f"-m trainer_lib launch --cpu --num_processes {processes}" if processes > 1 else ""
+    command = f"set -o pipefail; {sys.executable} {launch} {script} {output}"
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, check=False, timeout=120)
+    (run,) = (tmp_path / "runs").glob("*/run.json")
+    assert json.loads(run.read_text())["status"] == "finished"
 
 
 # -- temporary files -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Files of tensors: safetensors reads them, tied tensors are stored once, and damage is reported."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def same(first: Tensor, second: Tensor) -> bool:
 def bytes_of(tensor: Tensor) -> list[int]:
     values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return torch.cat([values, values]).view(torch.uint8).tolist()
+
+
+def test_the_path_of_a_file_may_be_no_valid_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff")
+    write_tensors({"a": torch.ones(2)}, path)
+    assert read_shapes(path) == {"a": (torch.float32, torch.Size([2]))}
+    assert read_tensors(path)["a"].tolist() == [1, 1]
+    path.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        read_tensors(path)
 
 
 @pytest.mark.parametrize("read", [read_tensors, safetensors.torch.load_file])

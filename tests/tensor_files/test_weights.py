@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer_lib.checkpointing.third_party.safe_pickles import read_pickle
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError
 from trainer_lib.tensor_files.weights_index import (
     files_of_weights,
@@ -165,6 +166,14 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must hold a dict of tensors"):
         read_weights(tmp_path)
     assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"version https://git-lfs.github.com/spec/v1", b"\x80\x02\x8a"])
+def test_a_file_that_is_no_pickle_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    for read in (read_weights, lambda folder: read_pickle(folder / "pytorch_model.bin")):
+        with pytest.raises(CheckpointError, match=r"pytorch_model.bin (cannot be read|is refused).*: \S"):
+            read(tmp_path)
 
 
 def test_options_that_cannot_be_meant() -> None:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 2 for a wrong option, or that of a failed script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: an encoding may lack a character of a text
     try:  # all imports are inside, so that Ctrl-C during one of them has no traceback
         return _code(name, arguments[1:])
@@ -64,11 +64,14 @@ def _code(name: str, arguments: Sequence[str]) -> int:
     except TrainerLibError as error:
         print(f"trainer-lib {name}: error: {error}", file=sys.stderr)
         return _WRONG_USE if isinstance(error, (ConfigurationError, UnsupportedError)) else 1
-    except BrokenPipeError:
-        if sys.stdout is None or not _output_is_closed():
+    except OSError:
+        if sys.stdout is None or (failure := _output_failure()) is None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
-        return _OUTPUT_CLOSED
+        if isinstance(failure, BrokenPipeError):  # nobody reads it any more, as after `| head -1`
+            return _OUTPUT_CLOSED
+        print(f"trainer-lib {name}: error: the output could not be written: {failure.strerror}.", file=sys.stderr)
+        return 1
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -90,13 +93,13 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         return int(end.code or 0)
 
 
-def _output_is_closed() -> bool:
-    """Whether nobody reads standard output any more, as after `| head -1`."""
-    import select
-
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    return any(events & select.POLLERR for _, events in output.poll(0))
+def _output_failure() -> OSError | None:
+    """Return why standard output does not take a line; `None` if it does."""
+    try:
+        print(flush=True)
+    except OSError as error:
+        return error
+    return None
 
 
 def _usage() -> str:

@@ -32,6 +32,7 @@ class ChecksummedFile:
         self._file: Any = _opened_directly(path) if bypasses_cache else path.open("wb")
         self._hash = xxh3_128()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        self._failure: OSError | None = None
 
     @property
     def checksum(self) -> str:
@@ -43,6 +44,9 @@ class ChecksummedFile:
         hashing = self._hashing(data)
         try:
             return self._file.write(data)
+        except OSError as error:
+            self._failure = error
+            raise
         finally:
             if hashing is not None:
                 hashing.result()
@@ -59,6 +63,8 @@ class ChecksummedFile:
     ) -> None:
         self._beside.shutdown()
         self._file.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and self._failure is not None:
+            raise self._failure  # torch's writer hides it behind an error of its own
 
     def _hashing(self, data: Any) -> "Future[None] | None":
         if len(data) >= _LARGE:

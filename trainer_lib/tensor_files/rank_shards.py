@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer_lib.filesystem.atomic_files import path_inside
@@ -18,7 +18,7 @@ from trainer_lib.filesystem.strict_json import read_json
 from trainer_lib.foundation.errors import CheckpointError
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
 from trainer_lib.tensor_files.file_contents import Tensors
-from trainer_lib.tensor_files.safetensors import read_header
+from trainer_lib.tensor_files.safetensors import open_safetensors, read_header
 
 SHARDS_ENDING = ".shards"  # of the folder
 _METADATA_NAME = "DCP_SHARDING_INFO"
@@ -106,7 +106,7 @@ class SavedTensor:
 
     def _part(self, chunk: _Saved, slices: tuple[slice, ...]) -> Tensor:
         try:
-            with safe_open(chunk.path, framework="pt") as file:
+            with open_safetensors(chunk.path) as file:
                 return file.get_slice(self.name)[slices] if slices else file.get_tensor(self.name)
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{chunk.path} cannot be read as safetensors: {error}") from error

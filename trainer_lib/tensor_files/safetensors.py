@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,6 +108,23 @@ def write_tensors(
     return file.checksum
 
 
+@contextmanager
+def open_safetensors(path: Path, device: str = "cpu") -> Generator[Any]:
+    """Yield a file that safetensors has opened: one whose path is not valid UTF-8 through its descriptor."""
+    with nullcontext() if _is_utf8(path) else path.open("rb") as opened:
+        name = path if opened is None else f"/proc/self/fd/{opened.fileno()}"
+        with safe_open(name, framework="pt", device=device) as file:
+            yield file
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read a file of tensors, each under all its names.
 
@@ -116,7 +134,7 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
         CheckpointError: If it is not a safetensors file, or is incomplete.
     """
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with open_safetensors(path, str(device)) as file:
             names = list(file.keys())
             tensors = {name: file.get_tensor(name) for name in names}
             aliases: dict[str, str] = file.metadata() or {}
@@ -167,7 +185,7 @@ def read_locations(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str
             if length > size:  # do not allocate as much memory as a damaged file asks for
                 raise ValueError("its header is longer than the file")
             header = read_json(file.read(length))
-        with safe_open(path, framework="pt"):  # which checks that tensors neither overlap nor leave bytes out
+        with open_safetensors(path):  # which checks that tensors neither overlap nor leave bytes out
             metadata = header.pop("__metadata__", {})
         return {name: _location(name, info, 8 + length, size) for name, info in header.items()}, metadata
     except (

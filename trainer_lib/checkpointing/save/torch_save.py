@@ -3,7 +3,7 @@
 import pickle
 from _codecs import encode
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy._core.multiarray import _reconstruct
 from torch import Tensor
 
 from trainer_lib.filesystem.atomic_files import replace_file
+from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.filesystem.remote_paths import RemotePath, local_path
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
 from trainer_lib.state.partial_state import PartialState
@@ -47,7 +48,13 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
             f"{' with other values' if isinstance(obj, dict) else ''}). Leave it out to save anything with torch.save."
         )
     if isinstance(f, (str, Path, RemotePath)):
-        replace_file(local_path(f, "save"), lambda path: _write(obj, path, safe_serialization))
+        target = local_path(f, "save")
+        try:
+            replace_file(target, lambda path: _write(obj, path, safe_serialization))
+        except OSError as error:
+            raise OSError(
+                error.errno, error.strerror, str(target)
+            ) from error  # which names no file, or the partial one
     elif safe_serialization:
         raise ConfigurationError("safe_serialization=True needs a path (got an open file). Give the path.")
     else:
@@ -78,5 +85,5 @@ def _write(obj: Any, path: Path, safe_serialization: bool) -> None:
     if safe_serialization:
         Tensors(obj).write(path)
         return
-    with path.open("wb") as file:
-        torch.save(obj, file)
+    with ChecksummedFile(path) as file:  # not for its checksum: its errors have the reason
+        torch.save(obj, cast(Any, file))

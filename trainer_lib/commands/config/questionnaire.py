@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from trainer_lib.foundation.errors import ConfigurationError, UnsupportedError
@@ -122,6 +124,8 @@ def _read(prompt: str, name: str) -> str:
         if sys.stdin is None:  # closed, as in some services
             raise EOFError
         if sys.stdin.isatty():
+            with suppress(ImportError):  # some builds of Python lack it
+                import_module("readline")  # `input` then knows the arrow keys
             return input(prompt).strip()
         line = sys.stdin.readline()
         if not line:

@@ -4,16 +4,18 @@ A folder holds `predictions.json`, which maps the files to the structure of the 
 """
 
 import json
+import os
 import shutil
 from array import array
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from trainer_lib.filesystem.atomic_files import path_inside, sync
-from trainer_lib.foundation.errors import CheckpointError, ConfigurationError
+from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnwritableError
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
 from trainer_lib.foundation.tensors.pytree import map_leaves
 from trainer_lib.trainer.data.batch_rows import count_output_rows
@@ -54,14 +56,15 @@ class PredictionFiles:
             labels: Its labels.
             padding: What predictions of different sizes are padded with.
         """
-        if not self._parts:
-            shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
-            self._partial.mkdir(parents=True)
-            self._parts = {name: _Part(self._partial, name) for name in ("predictions", "labels")}
-        self._parts["predictions"].padding = padding
-        total = count_output_rows(predictions, labels)
-        self._parts["predictions"].add(predictions, total)
-        self._parts["labels"].add(labels, total)
+        with self._write_errors():
+            if not self._parts:
+                shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
+                self._partial.mkdir(parents=True)
+                self._parts = {name: _Part(self._partial, name) for name in ("predictions", "labels")}
+            self._parts["predictions"].padding = padding
+            total = count_output_rows(predictions, labels)
+            self._parts["predictions"].add(predictions, total)
+            self._parts["labels"].add(labels, total)
 
     def commit(self, metrics: Mapping[str, float], order: "Positions | None" = None) -> None:
         """Write the manifest, and rename the partial folder to the final one.
@@ -70,22 +73,33 @@ class PredictionFiles:
             metrics: The metrics of the predictions.
             order: The samples in the order in which they were read; `None`: in the order of the data.
         """
-        parts = {name: part.close(order) for name, part in self._parts.items()}
-        manifest = {"version": _VERSION, **parts, "metrics": dict(metrics)}
-        (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in self._partial.iterdir():
-            sync(path)
-        sync(self._partial)
-        if self._folder.is_dir():
-            self._folder.rmdir()  # empty: nothing is ever overwritten
-        self._partial.rename(self._folder)
-        sync(self._folder.parent)
+        with self._write_errors():
+            parts = {name: part.close(order) for name, part in self._parts.items()}
+            manifest = {"version": _VERSION, **parts, "metrics": dict(metrics)}
+            (self._partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+            for path in self._partial.iterdir():
+                sync(path)
+            sync(self._partial)
+            if self._folder.is_dir():
+                self._folder.rmdir()  # empty: nothing is ever overwritten
+            self._partial.rename(self._folder)
+            sync(self._folder.parent)
 
     def abandon(self) -> None:
         """Remove what was written."""
         for part in self._parts.values():
             part.abandon()
         shutil.rmtree(self._partial, ignore_errors=True)
+
+    @contextmanager
+    def _write_errors(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UnwritableError(
+                f"{self._folder}: the predictions could not be written: {error.strerror or error}. Give predict(to=…) "
+                "a folder that you can write to, on a disk with space."
+            ) from error
 
 
 def read_predictions(folder: Path) -> tuple[Any, Any, dict[str, float]]:
@@ -135,7 +149,8 @@ class _Part:
         """Close the open files."""
         for file in self._files:
             if file is not None:
-                file.abandon()
+                with suppress(OSError):  # of a full disk, which does not take the rest of the buffer
+                    file.abandon()
 
     def _file(self, index: int, rows: Any) -> "_ArrayFile | _TextFile | None":
         if rows is None:
@@ -222,6 +237,9 @@ class _ArrayFile:
         dtype = padded_type(dtype) if any(piece.shape[1:] != shape[1:] for piece in self._pieces) else dtype
         places = None if order is None else places_of(order, shape[0], self._what)
         whole = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        if hasattr(os, "posix_fallocate"):  # without space it raises, where writing to mapped memory kills the process
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         row = 0
         for piece in self._pieces:
             rows = np.load(piece.path, mmap_mode="r", allow_pickle=False)

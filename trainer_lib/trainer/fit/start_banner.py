@@ -1,5 +1,6 @@
 """The start banner: model, devices, batch, length, optimizer, loss, evaluation and output of a run."""
 
+import contextlib
 import shutil
 import sys
 import textwrap
@@ -61,11 +62,12 @@ def _wrapped(label: str, line: str, columns: int | None) -> str:
 def show(context: FitContext, signals: Signals, deadline: Deadline) -> None:
     """Write the banner, on the main process; a rehearsal has none, and neither has a run that nothing shows."""
     shows = any(callback.is_display for callback in context.events)
-    if context.run.is_main_process and shows and not context.in_sandbox:
-        file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
+    file = sys.stdout if is_interactive() else sys.stderr  # which notebooks show in red
+    if context.run.is_main_process and shows and not context.in_sandbox and file is not None:
         columns = shutil.get_terminal_size().columns if file.isatty() else None
-        file.write(banner(context, signals, deadline, columns))
-        file.flush()
+        with contextlib.suppress(OSError):  # of a full disk, or of a terminal that is gone
+            file.write(banner(context, signals, deadline, columns))
+            file.flush()
 
 
 def _model(context: FitContext) -> str:

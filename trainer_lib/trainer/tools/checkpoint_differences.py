@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from trainer_lib.foundation.light_dataclasses import frozen_dataclass
+from trainer_lib.tensor_files.safetensors import open_safetensors
 
 # What the files and folders of a checkpoint hold, by the beginnings of their names.
 _PARTS = {
@@ -94,7 +94,7 @@ def _keep(found: dict[str, Difference], part: str, pairs: list[tuple[str, float]
 
 
 def _tensors(expected: Path, actual: Path) -> Iterator[tuple[str, float]]:
-    with safe_open(expected, "pt") as first, safe_open(actual, "pt") as second:
+    with open_safetensors(expected) as first, open_safetensors(actual) as second:
         names = set(second.keys())
         for name in first.keys():  # noqa: SIM118 - a file, no mapping
             if name not in names:

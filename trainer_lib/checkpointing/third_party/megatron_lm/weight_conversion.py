@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from trainer_lib.checkpointing.third_party.megatron_lm.pieces import (
     read_pieces,
     split,
 )
+from trainer_lib.filesystem.checksums import ChecksummedFile
 from trainer_lib.foundation.errors import CheckpointError, ConfigurationError, UnsupportedError, UnwritableError
 from trainer_lib.tensor_files.weights_index import read_weights, weight_files
 
@@ -164,7 +165,8 @@ def _write_stage(
         path = folder / "release" / name / FILE
         path.parent.mkdir(parents=True)
         state = {"args": Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
-        torch.save({**state, "model": {key: parts[rank].clone() for key, parts in ranks.items()}}, path)
+        with ChecksummedFile(path) as file:  # not for its checksum: its errors have the reason
+            torch.save({**state, "model": {key: parts[rank].clone() for key, parts in ranks.items()}}, cast(Any, file))
         yield f"release/{name}/{FILE}"
 
 
