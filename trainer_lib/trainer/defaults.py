@@ -27,7 +27,7 @@ from trainer_lib.trainer.data.datasets import as_dataset
 from trainer_lib.trainer.data.unused_columns import DropUnusedColumns, used_columns
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import Weight
-from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
+from trainer_lib.trainer.losses.model_io import predictions_of
 from trainer_lib.trainer.optim.hidden_matrices import OPTIMIZERS, split_hidden_matrices
 from trainer_lib.trainer.optim.optimizers import build_optimizer
 from trainer_lib.trainer.optim.schedules import build_schedule
@@ -288,7 +288,7 @@ def evaluation_output(
     """Return loss, predictions and labels of a batch; predictions that are not kept are freed, or never converted."""
     loss = trainer.parts.loss
     if not (trainer.args.predict_with_generate or loss.is_overridden):
-        labels = targets_of(batch, trainer.args.label_names)
+        labels = loss.labels(batch)
         outputs, value = loss.evaluate(model, batch, keeps_outputs)
         if value is not None:
             return _output(trainer, batch, value, labels)
@@ -302,7 +302,7 @@ def evaluation_output(
         if trainer.args.predict_with_generate:
             output = _generated(trainer, model, batch)
         else:
-            labels = targets_of(batch, trainer.args.label_names)
+            labels = loss.labels(batch)
             output = _output(trainer, batch, trainer.compute_loss(model, batch), labels)
     return dataclasses.replace(output, logged=logged) if logged else output
 

@@ -416,7 +416,7 @@ class Trainer(ToolMethods, PublishMethods):
             return loss.boxes(batch)
         shift = self.label_shift
         shifted = shift.answer if shift.is_known else shift(batch)
-        return count_items(batch, self.args.label_names, shifted, loss.samples, loss.ignored_label)
+        return count_items(batch, loss.counted_names, shifted, loss.samples, loss.ignored_label)
 
     @overridable
     def configure_optimizer(self) -> Optimizer | dict[str, Optimizer]:
@@ -464,7 +464,7 @@ class Trainer(ToolMethods, PublishMethods):
         """Whether the model compares each position with the label of the next."""
         from trainer_lib.trainer.losses.label_shift import LabelShift
 
-        return LabelShift(self.unwrapped_model, self.loss_fn is not None, self.args.label_names)
+        return LabelShift(self.unwrapped_model, self.loss_fn is not None, self.parts.loss.counted_names)
 
     # -- private -------------------------------------------------------------------------------------------------
 

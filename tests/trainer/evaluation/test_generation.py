@@ -1,5 +1,6 @@
 """Generation as an evaluation step: each row is continued as it would be alone, and the loss is that of its labels."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,31 @@ class TestSequenceToSequence:
         wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         torch.testing.assert_close(output.loss_sum, wanted)
         assert output.weight == 3
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_model_that_pads_by_itself_gets_no_padding_token(has_tokenizer: bool) -> None:
+    """BLIP gives the model that writes its captions a padding token, and a second one would be an error."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        **sizes,
+        "vocab_size": 20,
+        "encoder_hidden_size": 16,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    config = transformers.BlipConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4})
+    model = transformers.BlipForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = END
+    tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=END) if has_tokenizer else None
+    pictures, prompts = torch.randn(2, 3, 8, 8), torch.tensor([[2, 5, 1], [2, 6, 1]])
+    batch = {"pixel_values": pictures, "input_ids": prompts, "labels": prompts}
+    output = generate_step(model, batch, OPTIONS, tokenizer)
+    written = model.generate(pixel_values=pictures, input_ids=prompts, **OPTIONS)
+    assert output.predictions.tolist() == written[:, 3:].tolist()
 
 
 def test_models_and_batches_that_do_not_fit_are_told() -> None:

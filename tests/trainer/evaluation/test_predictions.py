@@ -242,6 +242,28 @@ def test_metrics_with_compute_result_get_tensors_of_all_rows() -> None:
     assert trainer.evaluate(data)["eval_hits"] == 1
 
 
+class Autoencoder(nn.Module):
+    """Returns a loss, and needs no labels for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        outputs = self.layer(inputs)
+        return {"loss": nn.functional.mse_loss(outputs, inputs), "outputs": outputs}
+
+
+def test_a_loss_without_labels_is_enough_for_compute_metrics() -> None:
+    def computed(prediction: Any) -> dict[str, float]:
+        assert prediction.label_ids is None
+        return {"rows": float(len(prediction.predictions))}
+
+    data = torch.randn(11, 4)
+    trainer = Trainer(Autoencoder(), arguments(), eval_dataset=data, compute_metrics=computed)
+    assert trainer.evaluate()["eval_rows"] == trainer.predict(data).metrics["predict_rows"] == 11
+
+
 class Detected(Dataset[Any]):
     """Images of different sizes, with different numbers of boxes."""
 

@@ -26,7 +26,7 @@ from trainer_lib.trainer.huggingface.callback_adapter import AdaptedCallback
 NOTES = "trainer_lib.trainer.arguments.training_arguments"
 
 
-BERT = {
+BERT: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -432,6 +432,38 @@ def test_outputs_and_labels_of_several_names_are_tuples_in_compute_metrics_as_th
     wanted = their_trainer.evaluate()
     taken = Trainer.from_transformers(their_trainer).evaluate()
     assert taken == {name: pytest.approx(wanted[name]) for name in ("eval_loss", "eval_first", "eval_last")}
+
+
+def two_tasks() -> tuple[Any, list[dict[str, Any]]]:
+    """A model that is pretrained on masked tokens and on pairs of sentences, with the labels of both."""
+    torch.manual_seed(0)
+    data = [
+        {**sample, "next_sentence_label": index % 2, "labels": [-100] * (index % 3) + sample["labels"][index % 3 :]}
+        for index, sample in enumerate(rows(11))
+    ]
+    return transformers.BertForPreTraining(transformers.BertConfig(**BERT)), data
+
+
+@pytest.mark.parametrize("names", [None, ["labels", "next_sentence_label"], ["next_sentence_label", "labels"]])
+def test_all_labels_that_a_model_takes_reach_compute_metrics_as_there(tmp_path: Path, names: Any) -> None:
+    seen = list[Any]()
+
+    def keep(prediction: Any) -> dict[str, float]:
+        seen.append((prediction.predictions, prediction.label_ids))
+        return {}
+
+    pretraining, data = two_tasks()
+    options: dict[str, Any] = {"eval_dataset": data, "compute_metrics": keep}
+    their_trainer = theirs(tmp_path, model=pretraining, args=their_arguments(tmp_path, label_names=names), **options)
+    their_trainer.evaluate()
+    trainer = Trainer.from_transformers(their_trainer)
+    trainer.evaluate()
+    wanted, taken = seen
+    for ours, their_own in zip((*taken[0], *taken[1]), (*wanted[0], *wanted[1]), strict=True):
+        np.testing.assert_allclose(ours, their_own, rtol=1e-5, atol=1e-6)
+    assert set(trainer.predict(data).labels) == {"labels", "next_sentence_label"}
+    batch = transformers.default_data_collator(data[:4])
+    assert trainer.num_items(batch) == (batch["labels"] != -100).sum()  # as they count items
 
 
 def test_metrics_of_batches_are_those_there(tmp_path: Path) -> None:

@@ -82,6 +82,18 @@ def test_a_loss_over_boxes_is_that_of_one_big_batch(processes: int) -> None:
         assert actual_eval_loss == pytest.approx(eval_loss, rel=1e-6)
 
 
+def test_predictions_of_a_detector_are_scores_and_boxes() -> None:
+    model, rows = detector(DetrConfig), pictures()
+    trainer = Trainer(model, arguments(per_device_eval_batch_size=4), collate_fn=collate)
+    predictions, labels, _ = trainer.predict(rows)
+    with torch.no_grad():
+        expected = model.eval()(**collate(rows))
+    assert set(predictions) == {"logits", "pred_boxes"}
+    for name, values in predictions.items():
+        torch.testing.assert_close(torch.from_numpy(values), expected[name])
+    assert [len(of_image["boxes"]) for of_image in labels] == list(BOXES)
+
+
 def test_images_without_boxes_count_as_one_box_together() -> None:
     trainer = Trainer(detector(DeformableDetrConfig), arguments(), train_dataset=pictures(), collate_fn=collate)
     of_image = {"class_labels": torch.zeros(0, dtype=torch.long), "boxes": torch.zeros(0, 4)}

@@ -562,7 +562,8 @@ class TrainingArguments(ArgumentsBase):
     label_names: Sequence[str] | None = setting(
         DEBUGGING,
         None,
-        'The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y".',
+        'The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y", and '
+        "for further labels that a model of transformers takes.",
     )
 
     predict_with_generate: bool = setting(

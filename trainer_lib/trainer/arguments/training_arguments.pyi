@@ -181,7 +181,7 @@ class TrainingArguments(ArgumentsBase):
         overfit_batches: Train and evaluate on the first n batches only, in a fixed order; `None` uses all.
         dry_run: Train, evaluate and log once on two batches, and write nothing.
         label_names: The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and
-            "y".
+            "y", and for further labels that a model of transformers takes.
 
         predict_with_generate: Call the model's `generate` in evaluations and predictions, which then read samples in
             the order of their lengths.
@@ -456,7 +456,9 @@ class TrainingArguments(ArgumentsBase):
     dry_run: bool = False
     """Train, evaluate and log once on two batches, and write nothing."""
     label_names: Sequence[str] | None = None
-    """The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y"."""
+    """The keys of a batch that hold labels; `None` looks for "labels", "label", "targets", "target" and "y", and for
+    further labels that a model of transformers takes.
+    """
     predict_with_generate: bool = False
     """Call the model's `generate` in evaluations and predictions, which then read samples in the order of their
     lengths.

@@ -170,7 +170,7 @@ class Evaluator:
             order: The samples in the order in which the loader reads them; `None`: in the order of the data.
             prefix: The prefix of the metrics' names.
             compute_metrics: A function of all predictions and labels that returns further metrics. It is called if
-                there are labels and everything is in memory.
+                there are labels or a loss, and everything is in memory.
 
         Raises:
             ConfigurationError: If the set is empty, or the folder is not.
@@ -189,7 +189,8 @@ class Evaluator:
             measured = _prefixed(prefix, "", zip(metrics[1:], values, strict=True))
             if compute_metrics is not None and to is None and has_labels:
                 predictions, labels = collected
-                measured |= self._computed(compute_metrics, predictions, labels, prefix)
+                if labels is not None or values[0] != {}:  # some models need no labels for their loss
+                    measured |= self._computed(compute_metrics, predictions, labels, prefix)
             if isinstance(collector, Writer):
                 self._on_main_process(f"Predictions in {to}", lambda: collector.commit(measured))
             self._dispatcher.fire("on_predict_end", run)
@@ -270,11 +271,11 @@ class Evaluator:
         )
 
     def _computed(self, function: Callable[..., Any], predictions: Any, labels: Any, prefix: str) -> dict[str, float]:
-        """Return a function's metrics of predictions and labels, computed on the main process; none without labels."""
+        """Return a function's metrics of predictions and labels, computed on the main process."""
         values = run_on_main_process(
             self._accelerator.group,
             "compute_metrics",
-            lambda: {} if labels is None else computed(function, predictions, labels),
+            lambda: computed(function, predictions, labels),
             DistributedOperationException,
         )
         return _prefixed(prefix, "", iter([(ComputedMetrics(function), values)]))

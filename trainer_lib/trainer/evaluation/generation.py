@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from trainer_lib.foundation.errors import ConfigurationError
+from trainer_lib.foundation.public_names.signatures import parameter_names
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
+from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
 from trainer_lib.trainer.losses.loss_result import Weight
 from trainer_lib.trainer.losses.model_io import LABEL_NAMES, as_mapping
@@ -73,7 +75,7 @@ def _options(model: Any, given: Mapping[str, Any], processing_class: Any, in_loc
     if isinstance(config, (str, Path)):
         config = options["generation_config"] = _read_config(str(config))
     padding = _padding(model, processing_class)
-    if padding is not None and getattr(config, "pad_token_id", None) is None:
+    if padding is not None and getattr(config, "pad_token_id", None) is None and not _pads_by_itself(model):
         options.setdefault("pad_token_id", padding)
     if in_lockstep:
         options.setdefault("synced_gpus", True)
@@ -137,6 +139,14 @@ def _prompts(named: Mapping[str, Any], padding: int) -> dict[str, Any]:
         if name not in ("input_ids", "attention_mask", "position_ids")
     }
     return {**rest, "input_ids": tokens.gather(1, order).where(mask, padding), "attention_mask": mask.to(tokens.dtype)}
+
+
+def _pads_by_itself(model: Any) -> bool:
+    """Whether a model of transformers gives a padding token to the one inside it that generates, such as BLIP."""
+    kinds = type(without_adapter(model)).__mro__
+    theirs = (kind for kind in kinds if kind.__module__.startswith("transformers.") and "generate" in vars(kind))
+    kind: Any = next(theirs, None)
+    return kind is not None and "generation_config" not in parameter_names(kind.generate)
 
 
 def _padding(model: Any, processing_class: Any) -> int | None:

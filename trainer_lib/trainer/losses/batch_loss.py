@@ -1,7 +1,7 @@
 """The loss of a batch as a sum with its weight, whatever the model, a loss function or `compute_loss` returns."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -83,6 +83,27 @@ class BatchLoss:
         return label_ignored_by(self._trainer.unwrapped_model)
 
     @functools.cached_property
+    def counted_names(self) -> Sequence[str] | None:
+        """The names of the targets that are counted as items: of several, "labels", as in Hugging Face's Trainer."""
+        names = self._trainer.args.label_names
+        return ["labels"] if names and "labels" in names else names
+
+    @functools.cached_property
+    def _labels_of_model(self) -> list[str]:
+        """The names of labels that a model of transformers takes; none if the arguments name them."""
+        args, model = self._trainer.args, self._trainer.model
+        if args.label_names is not None or not isinstance(model, nn.Module):
+            return []
+        from trainer_lib.trainer.losses.model_labels import labels_taken_by
+
+        return labels_taken_by(model)
+
+    def labels(self, batch: Any) -> Any:
+        """Return the labels that metrics get, by name if there are several; `None` without labels."""
+        of_model = targets_of(batch, self._labels_of_model) if self._labels_of_model else None
+        return targets_of(batch, self._trainer.args.label_names) if of_model is None else of_model
+
+    @functools.cached_property
     def averages_samples(self) -> bool:
         """Whether each sample counts alike in the loss, however many labels it has."""
         if self._trainer.loss_fn is not None:
@@ -114,7 +135,7 @@ class BatchLoss:
     def forget(self) -> None:
         """Forget what was made from the loss function and the model; the next batch uses those that there are then."""
         self._objective, self._has_checked = None, False
-        for name in ("ignored_label", "averages_samples", "averages_boxes"):
+        for name in ("ignored_label", "counted_names", "_labels_of_model", "averages_samples", "averages_boxes"):
             self.__dict__.pop(name, None)
 
     @property
@@ -212,7 +233,7 @@ class BatchLoss:
                 "Override training_step(models, batch) or compute_loss(models, batch)."
             )
         bare, label_names = trainer.unwrapped_model, trainer.args.label_names
-        check = MeanCheck(bare, trainer.num_items, label_names, self._needs_mean_check)
+        check = MeanCheck(bare, trainer.num_items, self.counted_names, self._needs_mean_check)
         if trainer.loss_fn is None:
             self._objective = ModelLoss(bare, trainer.num_items, trainer.accelerator.precision, check, label_names)
             return self._objective

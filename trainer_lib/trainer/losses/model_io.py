@@ -262,14 +262,22 @@ def _unpacked(model: nn.Module, annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Unpack else None
 
 
+_BESIDE_LOGITS = frozenset({"pred_boxes", "pred_masks", "mc_logits", "entity_logits", "logits_aggregation"})
+
+
 def predictions_of(outputs: Any) -> Any:
-    """Return the predictions in a model's outputs: `logits` if there are any, else all but the loss and the cache."""
+    """Return the predictions in a model's outputs: `logits` if there are any, else all but the loss and the cache.
+
+    Logits are a dict with what models of transformers predict besides: boxes and masks, or the logits of a second task.
+    """
     if outputs is None or is_scalar(outputs):
         return None
     named = as_mapping(outputs)
     if named is not None:
         if "logits" in named:
-            return named["logits"]
+            if _BESIDE_LOGITS.isdisjoint(named):
+                return named["logits"]
+            return {name: named[name] for name in named if name == "logits" or name in _BESIDE_LOGITS}
         rest = {
             name: value
             for name, value in named.items()

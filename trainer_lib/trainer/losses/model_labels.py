@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.foundation.tensors.batch_fields import IGNORE_INDEX
+from trainer_lib.modules.forwards import forward_signature
 from trainer_lib.modules.unwrapping import without_adapter
 from trainer_lib.trainer.losses.label_shift import is_from_transformers
 
@@ -34,6 +35,19 @@ def label_ignored_by(bare: nn.Module) -> int:
         return IGNORE_INDEX
     labels = (getattr(config, name, None) for name in _IGNORED_LABELS)
     return next((label for label in labels if type(label) is int), IGNORE_INDEX)
+
+
+def labels_taken_by(model: nn.Module) -> list[str]:
+    """Return the names of labels that a model of transformers takes, if these are not just "labels".
+
+    Example:
+        >>> labels_taken_by(nn.Linear(1, 1))
+        []
+    """
+    if not is_from_transformers(model):
+        return []
+    names = [name for name in forward_signature(without_adapter(model)).parameters if "label" in name]
+    return [] if names == ["labels"] else names
 
 
 def averages_samples(bare: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from trainer_lib.events import Callback, Run
 from trainer_lib.foundation.errors import ConfigurationError
 from trainer_lib.logging import get_logger
 from trainer_lib.trainer.evaluation.outputs import EvaluationOutput
-from trainer_lib.trainer.losses.model_io import predictions_of, targets_of
+from trainer_lib.trainer.losses.model_io import predictions_of
 from trainer_lib.trainer.metrics.metric_spec import as_metrics
 from trainer_lib.trainer.metrics.running_metrics import FunctionMetric, MeanMetric
 
@@ -62,7 +62,7 @@ class TrainingMetrics(Callback):
             return
         loss = run.trainer.parts.loss
         (batch,), _ = run.trainer.parts.batches.of_window(run.model, [run.batch])
-        labels = targets_of(batch, run.args.label_names)
+        labels = loss.labels(batch)
         output = EvaluationOutput(
             run.loss_sum,
             run.weight,
