@@ -160,9 +160,8 @@ class NormOfParts:
         powers: dict[tuple[Any, ...], Tensor] = {}
         for layout, norms in self._norms.items():
             groups = () if layout is None else _groups_of_shards(*layout)
-            _add(
-                powers, groups, _powers(torch.stack([norm.to(self._device, non_blocking=True) for norm in norms]), 2.0)
-            )
+            on_device = torch.stack([norm.to(self._device, non_blocking=True) for norm in norms])
+            _add(powers, groups, _powers(on_device, 2.0))
         return _over_ranks(powers, 2.0).float() if powers else torch.zeros((), device=self._device)
 
     def clear(self) -> None:

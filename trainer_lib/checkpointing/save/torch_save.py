@@ -51,10 +51,8 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
         target = local_path(f, "save")
         try:
             replace_file(target, lambda path: _write(obj, path, safe_serialization))
-        except OSError as error:
-            raise OSError(
-                error.errno, error.strerror, str(target)
-            ) from error  # which names no file, or the partial one
+        except OSError as error:  # it names no file, or the partial one
+            raise OSError(error.errno, error.strerror, str(target)) from error
     elif safe_serialization:
         raise ConfigurationError("safe_serialization=True needs a path (got an open file). Give the path.")
     else:
