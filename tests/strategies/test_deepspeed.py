@@ -236,6 +236,16 @@ def test_a_loader_prepared_later_may_have_another_batch_size_than_the_one_that_f
     assert plugin.filled["train_batch_size"] == 2
 
 
+def test_a_loader_prepared_after_the_model_may_have_another_batch_size_than_the_config() -> None:
+    plugin = DeepSpeedPlugin({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}})
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = nn.Linear(2, 1)
+    data = TensorDataset(torch.ones(8, 2))
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()), DataLoader(data, batch_size=2))
+    assert len(accelerator.prepare(DataLoader(data, batch_size=4))) == 2
+    assert plugin.get_value("train_micro_batch_size_per_gpu") == 2
+
+
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.usefixtures("package")

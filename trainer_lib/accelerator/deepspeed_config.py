@@ -32,7 +32,12 @@ _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCos
 
 
 def apply_config(
-    plugin: DeepSpeedPlugin | None, values: Sequence[Any], accumulation_steps: int, num_processes: int
+    plugin: DeepSpeedPlugin | None,
+    values: Sequence[Any],
+    accumulation_steps: int,
+    num_processes: int,
+    *,
+    has_model: bool = False,
 ) -> list[Any]:
     """Return the objects with the optimizer and the schedule of the config in the places of the dummies.
 
@@ -41,6 +46,8 @@ def apply_config(
         values: The objects given to `prepare`.
         accumulation_steps: How many micro-batches make an update.
         num_processes: The world size.
+        has_model: Whether a model is prepared already. Loaders, such as one for evaluation, may then have other batch
+            sizes than the config.
 
     Raises:
         ConfigurationError: If a value of the config differs from that of an object, or a section is missing.
@@ -61,7 +68,7 @@ def apply_config(
             "remove the section."
         )
     _check_schedules(plugin, values, schedules)
-    _fill(plugin, values, optimizers, schedules, accumulation_steps, num_processes)
+    _fill(plugin, values, optimizers, schedules, accumulation_steps, num_processes, has_model)
     made = {id(dummy): _optimizer(plugin, dummy) for dummy in optimizers}
     made |= {id(dummy): _schedule(plugin, dummy, made) for dummy in schedules}
     return [made.get(id(value), value) for value in values]
@@ -94,6 +101,7 @@ def _fill(
     schedules: Sequence[DummyScheduler],
     accumulation_steps: int,
     num_processes: int,
+    has_model: bool,
 ) -> None:
     sizes = [value.batch_size for value in values if isinstance(value, DataLoader) and value.batch_size is not None]
     known = DEFAULTS | training_values(
@@ -113,7 +121,9 @@ def _fill(
     filled: dict[str, Any] = {
         key: known.get(key, AUTO) for key, value in values_of(plugin.deepspeed_config) if value == AUTO
     }
-    compared = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    compared = (
+        () if has_model else ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
     written = [key for key in compared if plugin.get_value(key) is not None and key not in plugin.filled]
     filled |= {key: known[key] for key in written if key in known}
     plugin.deepspeed_config_process("", None, None, True, **filled)

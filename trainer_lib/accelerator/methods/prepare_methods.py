@@ -113,7 +113,8 @@ class PrepareMethods(CollectiveMethods):
                 f"device_placement must be a list with one value for each of the {len(args)} objects "
                 f"(got {device_placement!r})."
             )
-        args = tuple(apply_config(self.state.deepspeed_plugin, args, self.window.state.num_steps, self.data_group.size))
+        steps, has_model = self.window.state.num_steps, bool(self.prepared.models)
+        args = tuple(apply_config(self.state.deepspeed_plugin, args, steps, self.data_group.size, has_model=has_model))
         megatron_lm = self.state.megatron_lm_plugin
         if megatron_lm is not None:
             from trainer_lib.accelerator.megatron_lm.loaders import with_datasets
