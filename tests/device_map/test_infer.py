@@ -137,7 +137,7 @@ def test_the_plan_says_what_did_not_fit_and_why() -> None:
         "2 (440 bytes) does not fit on 0, where 120 bytes are free.",
     ]
     assert str(plan_device_map(layers(3), {"cpu": 2 * LAYER})).splitlines()[2:4] == [
-        "disk    1.29 KB    no limit                0, 1, 2",
+        "disk    1.29 KB                        0, 1, 2",
         "0 (440 bytes) does not fit on cpu, where 0 bytes are free.",
     ]
 
