@@ -55,7 +55,7 @@ def _chosen(engine: Engine, joinables: Any) -> list[Any]:
 
 
 def _takes_part(joinable: Any, models: Sequence[nn.Module]) -> bool:
-    """Whether ranks wait for each other in this object; raise for one that cannot take part."""
+    """Whether ranks wait for each other in this object; raise for an object that cannot take part."""
     if any(joinable is model for model in models):
         return True
     if isinstance(joinable, nn.Module):
